@@ -1,0 +1,36 @@
+PYTHON ?= python3
+VENV   ?= .venv
+RUST   := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock
+RUN    := $(VENV)/bin/python -m
+
+# Cargo's own builds of the bindings look at the interpreter that they will be loaded into.
+export PYO3_PYTHON = $(abspath $(VENV))/bin/python
+
+.PHONY: quickstart test lint docs clean
+
+quickstart: $(VENV)/.installed
+	$(VENV)/bin/tracekit train configs/quickstart.toml --clean
+
+test: $(VENV)/.installed
+	$(RUN) pytest
+	cargo test --workspace --release
+
+lint: $(VENV)/.installed
+	cargo clippy --workspace --all-targets --release -- -D warnings
+	cargo fmt --all --check
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+
+docs: $(VENV)/.installed
+	$(RUN) tracekit.config.reference docs
+
+$(VENV)/.installed: pyproject.toml $(RUST)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "tracekit needs Python 3.11 or newer; name one: make PYTHON=python3.11"; exit 1; }
+	@command -v cargo >/dev/null || { echo "tracekit needs a Rust toolchain: https://rustup.rs"; exit 1; }
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(RUN) pip install --quiet --disable-pip-version-check --no-compile -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) target

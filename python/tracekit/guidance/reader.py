@@ -1,0 +1,227 @@
+"""Reading guidance."""
+
+import asyncio
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from tracekit import _core
+from tracekit.errors import DataError
+from tracekit.guidance.record import BatchRecord, SiteRecord
+from tracekit.guidance.schema import GuidanceSchema, SiteSpec
+from tracekit.guidance.writer import _flatten
+
+
+class GuidanceReader:
+    """A folder of segments, read as one. Holds open files, no threads: it can be used after a fork, and pickles as
+    its path. Writers may still be writing: what was committed when it was opened is readable; `refresh` looks anew."""
+
+    def __init__(self, dir: Any) -> None:
+        self.dir = os.fspath(dir)
+        self._open()
+
+    def _open(self) -> None:
+        self._core = _core.Reader(self.dir)
+        self._segments = self._core.segments()
+        self._sites: dict[str, SiteSpec] = {}
+        self._mixed: set[str] = set()
+        for segment in self._segments:
+            for offset, end, what, _ in segment["damage"]:
+                text = f"{segment['path']}: bytes {offset}..{end} are damaged ({what}); see tracekit guidance verify"
+                warnings.warn(text, stacklevel=3)
+            for site in GuidanceSchema.unpack(segment["schema"]).sites:
+                known = self._sites.setdefault(site.name, site)
+                if known.global_scale != site.global_scale:
+                    self._mixed.add(site.name)
+
+    def refresh(self) -> None:
+        """Opens the folder again, to see what was committed since."""
+        self._open()
+
+    def __getstate__(self) -> str:
+        return self.dir
+
+    def __setstate__(self, state: str) -> None:
+        self.__init__(state)
+
+    def __len__(self) -> int:
+        return len(self._core)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.ids())
+
+    def __contains__(self, traj_id: str) -> bool:
+        return self._core.contains(traj_id)
+
+    def __getitem__(self, traj_id: str) -> "Trajectory":
+        return Trajectory(self, traj_id, self._core.find(traj_id))
+
+    def ids(self) -> list[str]:
+        """Ids of all committed trajectories, each once, in the order in which they were begun."""
+        return list(dict.fromkeys(self._core.ids()))
+
+    @property
+    def sites(self) -> Mapping[str, SiteSpec]:
+        """The sites that some segment records."""
+        return self._sites
+
+    @property
+    def segments(self) -> list[dict[str, Any]]:
+        """One dict a segment: path, bytes, sealed, trajectories, chunks, version, created_ns, damage, schema."""
+        return [{**s, "schema": GuidanceSchema.unpack(s["schema"])} for s in self._segments]
+
+    def site(self, name: str) -> SiteSpec:
+        """The site of that name; DataError if no segment records it."""
+        if name not in self._sites:
+            few = ", ".join(list(self._sites)[:6])
+            raise DataError(
+                f"site '{name}' is not recorded in {self.dir}: it has {len(self._sites)} sites ({few} …); add it to "
+                "the writer's schema"
+            )
+        return self._sites[name]
+
+    def lengths(self, ids: Sequence[str]) -> np.ndarray:
+        """int64 `[N]`: tokens of each trajectory that have a record (the last sampled token has none)."""
+        return np.asarray(self._core.lengths(list(ids)), dtype=np.int64)
+
+    def read_batch(
+        self,
+        ids: Sequence[str],
+        starts: Any = 0,
+        stops: Any = None,
+        sites: Sequence[str] | None = None,
+        token_ids: Any = None,
+        unpack: bool = True,
+        out: Mapping[str, tuple[Any, Any, Any]] | None = None,
+        heads: slice | None = None,
+        allocate: Callable[[tuple[int, ...], Any], np.ndarray] = np.empty,
+    ) -> dict[str, BatchRecord]:
+        """Reads tokens `[starts[i], stops[i])` of `ids[i]`, in request order, in one call that does not hold the GIL.
+
+        `stops=None` reads to each record's end; ids may repeat; tokens of a prefix come from the prefix's record.
+        `token_ids` (one int64 array a request, from the trajectory's token 0 on, or `(flat, offsets)`) are compared
+        with the hash of every chunk that is touched. `heads` picks planes of sites that have more than one. `out`
+        gives C-contiguous arrays of the result's shapes to write into, per site `(codes, scales, token_scale)`;
+        otherwise `allocate(shape, dtype)` makes them.
+
+        Raises DataError naming the trajectory, site or tokens when something is missing, other or damaged.
+        """
+        ids = list(ids)
+        n = len(ids)
+        names = list(self._sites) if sites is None else list(sites)
+        first = _each(starts, n)
+        last = self._core.lengths(ids) if stops is None else _each(stops, n)
+        rows = sum(last) - sum(first)
+        results, outs = {}, []
+        for name in names:
+            site = self.site(name)
+            h0, h1 = _head_range(site, heads)
+            shape = (rows, h1 - h0, site.n_checks)
+            checks = np.empty(shape, "<u2") if site.n_checks else None
+            if out is not None and name in out:
+                record = BatchRecord(*out[name], checks, site)
+            else:
+                width = site.width if unpack else site.code_row
+                codes = allocate((rows, h1 - h0, width), np.uint8) if site.bits else None
+                scales = allocate((rows, h1 - h0, site.scale_row), np.uint8)
+                dynamic = site.global_scale is None or name in self._mixed
+                record = BatchRecord(codes, scales, allocate((rows,), np.float32) if dynamic else None, checks, site)
+            results[name] = record
+            raw = None if checks is None else checks.view(np.uint8)
+            outs.append((record.codes, record.scales, record.token_scale, raw, (h0, h1)))
+        tokens = None if token_ids is None else _flatten(token_ids)
+        self._core.read_batch(ids, first, last, names, outs, unpack, tokens)
+        return results
+
+    async def aread_batch(self, *args: Any, **kwargs: Any) -> dict[str, BatchRecord]:
+        """`read_batch` in a thread of the running event loop's pool; the loop goes on meanwhile."""
+        return await asyncio.to_thread(self.read_batch, *args, **kwargs)
+
+
+def _each(value: Any, n: int) -> list[int]:
+    """One number a request, of a number or n of them."""
+    if isinstance(value, int):
+        return [value] * n
+    values = value if isinstance(value, list) else np.asarray(value).tolist()
+    return values if isinstance(values, list) else [values] * n
+
+
+def _head_range(site: SiteSpec, heads: slice | None) -> tuple[int, int]:
+    if heads is None or site.planes == 1:
+        return 0, site.planes
+    start, stop, step = heads.indices(site.planes)
+    if step != 1 or stop < start:
+        raise ValueError(f"site '{site.name}': heads {heads} must be a forward slice of step 1")
+    return start, stop
+
+
+class Trajectory:
+    """One committed trajectory."""
+
+    def __init__(self, reader: GuidanceReader, traj_id: str, parts: list[dict[str, Any]]) -> None:
+        self.reader = reader
+        self.traj_id = traj_id
+        self.parts = parts
+        head = parts[0]
+        self.n_tokens: int = head["n_tokens"]
+        """Tokens that have a record, those of the prefix included."""
+        self.n_ids: int = head["n_ids"]
+        """Tokens it was begun with; the last sampled one has no record."""
+        self.prefix: tuple[str, int] | None = head["prefix"]
+        self.policy_version: tuple[int, int] = head["policy_version"]
+        """Oldest and newest."""
+        self.status: str = head["status"]
+
+    @property
+    def extra(self) -> dict[str, Any] | None:
+        """What `commit` was given."""
+        data = self.parts[0]["extra"]
+        return msgpack.unpackb(data) if data else None
+
+    def read(
+        self,
+        tokens: slice | None = None,
+        sites: Sequence[str] | None = None,
+        token_ids: Any = None,
+        heads: slice | None = None,
+    ) -> dict[str, SiteRecord]:
+        """Reads a range of tokens of some sites (all by default); see `GuidanceReader.read_batch`."""
+        start, stop = 0, self.n_tokens
+        if tokens is not None:
+            if tokens.step not in (None, 1):
+                raise ValueError("tokens must be a slice of step 1")
+            start = 0 if tokens.start is None else tokens.start
+            stop = self.n_tokens if tokens.stop is None else tokens.stop
+            if start < 0 or stop < start:
+                raise ValueError(f"tokens {start}..{stop}: use 0 <= start <= stop")
+        ids = None if token_ids is None else [token_ids]
+        batch = self.reader.read_batch([self.traj_id], [start], [stop], sites, ids, unpack=False, heads=heads)
+        records = {}
+        for name, b in batch.items():
+            site = self.reader.site(name)
+            fixed = site.global_scale if b.token_scale is None else None
+            records[name] = SiteRecord(site, range(start, stop), b.codes, b.scales, b.token_scale, fixed, b.checks)
+        return records
+
+
+def open_dataset(dir: Any) -> GuidanceReader:
+    """Opens the folder that writers wrote to; DataError if it holds no segment."""
+    return GuidanceReader(dir)
+
+
+def verify(dir: Any) -> list[dict[str, Any]]:
+    """Checks every byte of every segment: one dict a file with path, bytes, records, trajectories, sealed and damage,
+    a list of `(offset, end, what, torn_tail)`."""
+    return _core.verify(os.fspath(dir))
+
+
+def recover(dir: Any) -> list[dict[str, Any]]:
+    """Rebuilds the index of every segment that has none, in a file beside it; the segment is not touched.
+
+    One dict a file: path, trajectories (committed and readable), torn_bytes (what a killed writer left unfinished),
+    interior (damage elsewhere, as in `verify`), sidecar (the index file written, or None)."""
+    return _core.recover(os.fspath(dir))

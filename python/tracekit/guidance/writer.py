@@ -1,0 +1,219 @@
+"""Writing guidance."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from tracekit import _core
+from tracekit.errors import DataError
+from tracekit.guidance.schema import ENCODINGS, GuidanceSchema, SiteSpec
+
+Prefix = tuple[str, int] | None
+
+
+class QueueFullError(DataError):
+    """The writer's queue is full and `on_full` is `raise`."""
+
+
+class Commit:
+    """A commit on its way to the disk."""
+
+    def __init__(self, core: "_core.Commit") -> None:
+        self._core = core
+
+    def done(self) -> bool:
+        """Whether `result` would return, or raise, at once."""
+        try:
+            return self._core.wait(0) is not None
+        except DataError:
+            return True
+
+    def result(self, timeout: float | None = None) -> bool:
+        """Waits until the trajectory survives the death of the process: True. False: the queue was full and `on_full`
+        is `drop`. Raises DataError if the writer failed, TimeoutError after `timeout` seconds."""
+        answer = self._core.wait(timeout)
+        if answer is None:
+            raise TimeoutError(f"the commit has not reached the disk within {timeout} s")
+        return answer
+
+
+def _u8(x: Any) -> np.ndarray:
+    return np.ascontiguousarray(x, dtype=np.uint8)
+
+
+def _f32(x: Any) -> np.ndarray | None:
+    return None if x is None else np.ascontiguousarray(x, dtype=np.float32)
+
+
+class GuidanceWriter:
+    """Writes one process's part of a dataset; any number of writers share a folder.
+
+    `dir` is created. A segment file is written as `*.tkg.open` and sealed to `*.tkg` by `close`, or when it reaches
+    `roll_bytes`. A process that is killed loses no trajectory whose commit's result is True; `sync` says what a power
+    loss may take: everything not sealed (`seal`), about a second (`interval`) or nothing (`commit`).
+
+    `append` packs rows and queues them; `threads` threads encode and write. When `queue_bytes` wait, `append` blocks,
+    gives the trajectory up (`drop`; its commit's result is False, `stats` counts it) or raises QueueFullError, having
+    taken nothing. An error of a thread is raised by the next `append`, `commit`, `flush` or `close`.
+
+    Raises ValueError for arguments that do not fit the schema, DataError when the disk refuses.
+    """
+
+    def __init__(
+        self,
+        dir: Any,
+        schema: GuidanceSchema,
+        *,
+        encoding: str = "lossless",
+        queue_bytes: int = 2 << 30,
+        on_full: str = "block",
+        sync: str = "seal",
+        chunk_tokens: int = 256,
+        roll_bytes: int = 4 << 30,
+        threads: int = 1,
+    ) -> None:
+        if encoding not in ENCODINGS:
+            raise ValueError(f"encoding '{encoding}': use one of {', '.join(ENCODINGS)}")
+        self.schema = schema
+        self._numbers = {s.name: i for i, s in enumerate(schema.sites)}
+        data = schema.pack(encoding, chunk_tokens)
+        self._core = _core.Writer(str(dir), data, sync, roll_bytes, queue_bytes, on_full, threads)
+        self._closed: dict[str, int] | None = None
+
+    def __enter__(self) -> "GuidanceWriter":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def begin(
+        self,
+        traj_id: str,
+        *,
+        token_ids: Any,
+        policy_version: int = 0,
+        prefix: Prefix = None,
+        part: tuple[int, int] = (0, 1),
+    ) -> "TrajectoryWriter":
+        """Begins a trajectory.
+
+        `token_ids` int64 `[T]` are all its tokens from token 0 on, those of the prefix included. With
+        `prefix=(id, len)` its rows start at token `len`, and the earlier ones are read from that trajectory. `part`
+        is this rank's number and the number of ranks that each write some sites of it.
+        """
+        ids = np.ascontiguousarray(token_ids, dtype=np.int64)
+        return TrajectoryWriter(self, traj_id, self._core.begin(traj_id, ids, policy_version, prefix, part))
+
+    def append_batch(
+        self,
+        ids: Sequence[str],
+        token_ids: Sequence[Any] | tuple[Any, Any],
+        tok0: Any,
+        lengths: Any,
+        sites: Mapping[str, tuple[Any, Any, Any]],
+        policy_version: int | Sequence[int] = 0,
+        prefixes: Sequence[Prefix] | None = None,
+        *,
+        packed: bool = False,
+        status: str = "complete",
+    ) -> None:
+        """Begins, appends and commits many trajectories in one call.
+
+        `token_ids`: one int64 array an id, each from token 0 on, or `(flat, offsets [N+1])`. `lengths [N]` are the
+        numbers of recorded rows, from token `tok0 [N]` on, which is the prefix's length (0 without one). `sites` has
+        every site of the schema: `(codes, scales, token_scale)`, rows of all trajectories one after another: codes u8
+        `[sum T, planes * K]` (or packed rows; None for bits = 0), scales u8 `[sum T, planes * K / block]`, token_scale
+        f32 `[sum T]` or None. When the call returns, all of them survive the death of the process.
+        """
+        n = len(ids)
+        flat, offsets = _flatten(token_ids)
+        starts = np.broadcast_to(np.asarray(tok0, dtype=np.int64), (n,))
+        prefixes = [None] * n if prefixes is None else list(prefixes)
+        for i, (start, prefix) in enumerate(zip(starts.tolist(), prefixes, strict=True)):
+            if start != (prefix[1] if prefix else 0):
+                raise ValueError(f"trajectory '{ids[i]}': rows start at token {start}, its prefix is {prefix}")
+        missing = [s.name for s in self.schema.sites if s.name not in sites]
+        if missing or len(sites) != len(self.schema.sites):
+            extra = [name for name in sites if name not in self._numbers]
+            raise ValueError(f"a batch has the schema's sites: missing {missing[:4]}, unknown {extra[:4]}")
+        rows = []
+        for s in self.schema.sites:
+            codes, scales, token_scale = sites[s.name]
+            rows.append((None if codes is None else _u8(codes), packed, _u8(scales), _f32(token_scale)))
+        policies = np.ascontiguousarray(np.broadcast_to(np.asarray(policy_version, dtype=np.int64), (n,)))
+        counts = np.asarray(lengths).tolist()
+        self._core.append_batch(list(ids), flat, offsets, policies, prefixes, counts, rows, status)
+
+    def site(self, name: str) -> SiteSpec:
+        """The schema's site of that name."""
+        return self.schema.sites[self._number(name)]
+
+    def _number(self, name: str) -> int:
+        try:
+            return self._numbers[name]
+        except KeyError:
+            raise DataError(f"site '{name}' is not in the writer's schema: it has {list(self._numbers)[:6]}") from None
+
+    def flush(self, sync: bool = False) -> None:
+        """Hands everything to the operating system and, if `sync`, to the disk."""
+        self._core.flush(sync)
+
+    def stats(self) -> dict[str, int]:
+        """bytes (all segments), trajectories and tokens (committed), dropped, segments, queued, queued_peak, stalls."""
+        return self._closed or self._core.stats()
+
+    def close(self) -> dict[str, int]:
+        """Writes what is queued, seals all segments and returns the final `stats`.
+
+        Trajectories without a commit are dropped and counted."""
+        if self._closed is None:
+            self._closed = self._core.close()
+        return self._closed
+
+
+class TrajectoryWriter:
+    """One trajectory being written."""
+
+    def __init__(self, writer: GuidanceWriter, traj_id: str, handle: int) -> None:
+        self.writer = writer
+        self.traj_id = traj_id
+        self._handle = handle
+
+    def append(
+        self, site: str, tok0: int, codes: Any, scales: Any, token_scale: Any = None, packed: bool = False
+    ) -> None:
+        """Appends rows of tokens `[tok0, tok0 + T)`, which follow the site's last ones.
+
+        codes u8 `[T, K]` or `[T, planes, K]`, the low bits of each code (or packed rows with `packed`); scales u8
+        `[T, K / block]` or `[T, planes, K / block]`; token_scale f32 `[T]` where the schema says per token.
+        """
+        number = self.writer._number(site)
+        scales = _u8(scales)
+        codes = None if codes is None else _u8(codes)
+        rows = (codes, packed, scales, _f32(token_scale))
+        self.writer._core.append(self._handle, number, tok0, len(scales), rows)
+
+    def commit(self, status: str = "complete", extra: dict[str, Any] | None = None) -> Commit:
+        """Makes the trajectory readable; wait for `.result()` to be sure of it.
+
+        `complete` needs equally many rows of every site; `truncated` and `aborted`
+        keep the tokens that every site has. `extra` is the user's metadata, at most 64 KiB of msgpack."""
+        data = b"" if extra is None else msgpack.packb(extra)
+        return Commit(self.writer._core.commit(self._handle, status, data))
+
+    def abandon(self) -> None:
+        """Drops the trajectory: its rows are never readable."""
+        self.writer._core.abandon(self._handle)
+
+
+def _flatten(token_ids: Any) -> tuple[np.ndarray, np.ndarray]:
+    """`(flat int64, offsets int64 [N+1])` of a list of arrays, or of such a pair."""
+    if isinstance(token_ids, tuple) and len(token_ids) == 2:
+        flat, offsets = token_ids
+        return np.ascontiguousarray(flat, dtype=np.int64), np.ascontiguousarray(offsets, dtype=np.int64)
+    arrays = [np.asarray(t, dtype=np.int64).reshape(-1) for t in token_ids]
+    offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
+    np.cumsum([len(a) for a in arrays], out=offsets[1:])
+    return (np.concatenate(arrays) if arrays else np.zeros(0, np.int64)), offsets

@@ -1,0 +1,19 @@
+"""Triton kernels, one operation a file. On tensors that Triton cannot take, each runs its PyTorch reference."""
+
+from tracekit.kernels.expert_weights import PublishedWeights, fake_quantize_experts
+from tracekit.kernels.fp4_decode_attention import fp4_decode_attention
+from tracekit.kernels.guided_qdq import guided_qdq
+from tracekit.kernels.kv_write import write_kv
+from tracekit.kernels.quantize_pack import pack_low_bits, quantize_pack, quantize_pack_into, unpack_low_bits
+
+__all__ = [
+    "PublishedWeights",
+    "fake_quantize_experts",
+    "fp4_decode_attention",
+    "guided_qdq",
+    "pack_low_bits",
+    "quantize_pack",
+    "quantize_pack_into",
+    "unpack_low_bits",
+    "write_kv",
+]

@@ -1,0 +1,257 @@
+"""Guided quantise-dequantise from packed low bits (TRACE, Algorithm 1), with a straight-through backward.
+
+The reference is `tracekit.numerics.guided_round`; this reads the record as it is stored (bits packed along the row)
+instead of one code an element. For |z| = a in a binade [2^e, 2^(e+1)) the bracket is as wide as the E2M1 step there,
+2^(e-1), so the nearest value q0 and the sign of a - q0 give the other one, q1. With one bit, q1 is taken where the
+parity of q0's code differs from the record's, unless a is within an eighth of 2 or 4 from above: there the record's
+class has a nearer member on the other side, outside the bracket.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tracekit.errors import ConfigError
+from tracekit.kernels._triton import INTERPRET, cdiv, hardware_casts, jit, runs_triton, tl
+from tracekit.kernels.quantize_pack import check_supported, per_block_scales, unpack_low_bits
+from tracekit.kernels.rounding import (
+    absolute_maximum,
+    block_scale,
+    e2m1_magnitude,
+    load_eight,
+    narrow,
+    scale_inverse,
+    scale_value,
+    with_sign,
+)
+from tracekit.numerics.guided import guided_round
+from tracekit.numerics.profiles import Profile, profile_info
+from tracekit.numerics.scales import resolve_global_scale
+
+
+@jit
+def guided_values(
+    x, inverse, codes, BITS: tl.constexpr, OPEN: tl.constexpr, AWAY: tl.constexpr, INTERPRET: tl.constexpr
+):
+    """q* of fp32 x [ROWS, 8] under low-bit codes (int32, same shape; unused for BITS 0), with the sign of x."""
+    z = x * inverse
+    if INTERPRET:
+        z = tl.where(z != z, 6.0, z)
+    if OPEN:
+        z = z + 0.0  # sgn(-0) is +
+    a = tl.minimum(tl.abs(z), 6.0)
+    rounded = a
+    if AWAY and BITS == 0:
+        rounded = (a.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
+    binade = tl.maximum((a.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 1.0)
+    r = tl.fma(binade, 6291456.0, rounded)
+    q = tl.fma(binade, -6291456.0, r)
+    if BITS > 0:
+        d = a - q
+        step = ((d.to(tl.int32, bitcast=True) & -2147483648) | binade.to(tl.int32, bitcast=True)).to(
+            tl.float32, bitcast=True
+        )
+        other = tl.fma(step, 0.5, q)
+        if BITS == 1:
+            differs = ((r.to(tl.int32, bitcast=True) ^ codes) & 1) != 0
+            # [2, 2.25) and [4, 4.5): exponent of 2 or 4, top three mantissa bits zero
+            nearer_outside = (a.to(tl.int32, bitcast=True) & 0x7F700000) == 0x40000000
+            take = differs & (d != 0.0) & (nearer_outside == 0)
+            target = tl.where(q == 0.0, 1.0, 0.0)
+            away = differs
+            guided = tl.where(take, other, q)
+        else:
+            code = codes.to(tl.float32)
+            if BITS == 2:
+                low = code * 0.5
+                high = tl.where(codes == 3, 6.0, code + 2.0)
+                target = tl.where(a > (low + high) * 0.5, high, low)
+            elif BITS == 3:
+                target = e2m1_magnitude(code)
+            else:
+                target = e2m1_magnitude((codes & 7).to(tl.float32))
+                opposite = ((z.to(tl.int32, bitcast=True) >> 28) ^ codes) & 8
+                target = tl.where(opposite != 0, -target, target)
+            away = target != q
+            other = tl.where(d == 0.0, q, other)
+            guided = tl.minimum(tl.maximum(target, tl.minimum(q, other)), tl.maximum(q, other))
+        if OPEN:  # on a grid value: its neighbour towards the target
+            down = tl.where((q == binade) & (q > 1.0), binade * 0.25, binade * 0.5)
+            moved = tl.where(target > q, q + binade * 0.5, q - down)
+            guided = tl.where((d == 0.0) & away, moved, guided)
+        q = guided
+    return with_sign(q, z)
+
+
+@jit
+def _codes(low_ptr, eight, mask, ROWS: tl.constexpr, BITS: tl.constexpr):
+    """Low-bit codes int32 [ROWS, 8] of eight elements stored in BITS bytes at byte `eight * BITS`."""
+    word = tl.load(low_ptr + eight * BITS, mask=mask, other=0).to(tl.int32)
+    for i in tl.static_range(1, BITS):
+        word = word | (tl.load(low_ptr + eight * BITS + i, mask=mask, other=0).to(tl.int32) << (8 * i))
+    codes = word[:, None] >> (tl.arange(0, 8) * BITS)[None, :]
+    return codes if BITS == 1 else codes & ((1 << BITS) - 1)  # one bit is masked where it is used
+
+
+@jit
+def _guide_tile(
+    x, codes, inverse, factor, decode, missing, out_ptr, offset, mask,
+    BITS: tl.constexpr, OPEN: tl.constexpr, E8M0: tl.constexpr, AWAY: tl.constexpr, SOME_MISSING: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Round and store eight elements of each row; rows in `missing` to nearest."""
+    if BITS > 0:
+        q = guided_values(x, inverse, codes, BITS, OPEN, AWAY, INTERPRET)
+        if SOME_MISSING:
+            q = tl.where(missing[:, None] > 0, guided_values(x, inverse, codes, 0, False, AWAY, INTERPRET), q)
+    else:
+        q = guided_values(x, inverse, 0, 0, False, AWAY, INTERPRET)
+    v = q * factor
+    if not E8M0:
+        v = v * decode
+    tl.store(out_ptr + offset[:, None] + tl.arange(0, 8)[None, :], narrow(v, out_ptr, INTERPRET), mask=mask[:, None])
+
+
+@jit
+def _guided_qdq_kernel(
+    x_ptr, low_ptr, scales_ptr, g_ptr, out_ptr, n_blocks, blocks_per_scale,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, OPEN: tl.constexpr, SCALES: tl.constexpr,
+    E8M0: tl.constexpr, MIN_SCALE: tl.constexpr, AWAY: tl.constexpr, MISSING: tl.constexpr, HARDWARE: tl.constexpr,
+    PAIRS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mask = block < n_blocks
+    start = block * BLOCK
+    # Every load is issued before the first use: the branch below waits for the scales.
+    x0 = load_eight(x_ptr, start, mask, ROWS, PAIRS)
+    x1 = load_eight(x_ptr, start + 8, mask, ROWS, PAIRS)
+    byte = tl.load(scales_ptr + block, mask=mask, other=0).to(tl.int32)
+    eight = block * (BLOCK // 8)
+    c0, c1 = x0, x1
+    if BITS > 0:
+        c0 = _codes(low_ptr, eight, mask, ROWS, BITS)
+        c1 = _codes(low_ptr, eight + 1, mask, ROWS, BITS)
+    x2, x3, c2, c3 = x0, x1, c0, c1
+    if BLOCK == 32:
+        x2 = load_eight(x_ptr, start + 16, mask, ROWS, PAIRS)
+        x3 = load_eight(x_ptr, start + 24, mask, ROWS, PAIRS)
+        if BITS > 0:
+            c2 = _codes(low_ptr, eight + 2, mask, ROWS, BITS)
+            c3 = _codes(low_ptr, eight + 3, mask, ROWS, BITS)
+    g = 1.0
+    decode = 1.0
+    if not E8M0:
+        if SCALES == 1:
+            g = tl.load(g_ptr)
+            decode = tl.div_rn(1.0, g)
+        else:
+            g = tl.load(g_ptr + block // blocks_per_scale, mask=mask, other=1.0)
+            decode = tl.div_rn(1.0, g)[:, None]
+    missing = (byte == MISSING).to(tl.int32)
+    if tl.max(missing, axis=0) > 0:  # some have no record: nearest under the block's own scale
+        amax = tl.maximum(absolute_maximum(x0, True, INTERPRET), absolute_maximum(x1, True, INTERPRET))
+        if BLOCK == 32:
+            upper = tl.maximum(absolute_maximum(x2, True, INTERPRET), absolute_maximum(x3, True, INTERPRET))
+            amax = tl.maximum(amax, upper)
+        byte = tl.where(missing > 0, block_scale(amax, g, E8M0, MIN_SCALE, HARDWARE), byte)
+        inverse = scale_inverse(byte, g, E8M0)[:, None]
+        factor = scale_value(byte, E8M0)[:, None]
+        _guide_tile(x0, c0, inverse, factor, decode, missing, out_ptr, start, mask, BITS, OPEN, E8M0, AWAY, True,
+                    INTERPRET)  # fmt: skip
+        _guide_tile(x1, c1, inverse, factor, decode, missing, out_ptr, start + 8, mask, BITS, OPEN, E8M0, AWAY, True,
+                    INTERPRET)  # fmt: skip
+        if BLOCK == 32:
+            _guide_tile(x2, c2, inverse, factor, decode, missing, out_ptr, start + 16, mask, BITS, OPEN, E8M0, AWAY,
+                        True, INTERPRET)  # fmt: skip
+            _guide_tile(x3, c3, inverse, factor, decode, missing, out_ptr, start + 24, mask, BITS, OPEN, E8M0, AWAY,
+                        True, INTERPRET)  # fmt: skip
+    else:
+        inverse = scale_inverse(byte, g, E8M0)[:, None]
+        factor = scale_value(byte, E8M0)[:, None]
+        _guide_tile(x0, c0, inverse, factor, decode, missing, out_ptr, start, mask, BITS, OPEN, E8M0, AWAY, False,
+                    INTERPRET)  # fmt: skip
+        _guide_tile(x1, c1, inverse, factor, decode, missing, out_ptr, start + 8, mask, BITS, OPEN, E8M0, AWAY, False,
+                    INTERPRET)  # fmt: skip
+        if BLOCK == 32:
+            _guide_tile(x2, c2, inverse, factor, decode, missing, out_ptr, start + 16, mask, BITS, OPEN, E8M0, AWAY,
+                        False, INTERPRET)  # fmt: skip
+            _guide_tile(x3, c3, inverse, factor, decode, missing, out_ptr, start + 24, mask, BITS, OPEN, E8M0, AWAY,
+                        False, INTERPRET)  # fmt: skip
+
+
+def launch_guided_qdq(
+    x: Tensor, p: Profile, g: Tensor | None, low: Tensor | None, scales: Tensor, out: Tensor, bits: int, open_: bool,
+    rows: int = 0, warps: int = 0,
+) -> None:  # fmt: skip
+    """Start the kernel, `rows` blocks a program on `warps` warps (0: chosen by size), writing to contiguous `out`."""
+    x = x.contiguous()
+    n = x.numel() // p.block
+    if n == 0:
+        return
+    g_blocks, n_scales, covers = per_block_scales(x, g if p.has_global else None, p.block)
+    rows = rows or (1024 if INTERPRET else 32)
+    _guided_qdq_kernel[(cdiv(n, rows),)](
+        x, scales if low is None else low.contiguous(), scales.contiguous(), g_blocks, out, n, covers,
+        BLOCK=p.block, ROWS=rows, BITS=bits, OPEN=open_, SCALES=1 if n_scales == 1 else 2,
+        E8M0=p.scale_format == "e8m0", MIN_SCALE=getattr(p, "min_scale", 0), AWAY=p.ties == "away",
+        MISSING=p.missing_scale, HARDWARE=hardware_casts(x), PAIRS=x.dtype == torch.bfloat16, INTERPRET=INTERPRET,
+        num_warps=warps or max(1, rows // 64), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("tracekit::guided_qdq", mutates_args=())
+def _guided_qdq(
+    x: Tensor, low: Tensor | None, scales: Tensor, g: Tensor | None, bits: int, profile: str, open_: bool
+) -> Tensor:
+    p = profile_info(profile)
+    if not runs_triton(x):
+        codes = None if low is None else unpack_low_bits(low, bits, x.shape[-1])
+        rounding = "bracket_open" if open_ else "bracket"
+        return guided_round(x, codes, scales, bits=bits, profile=p, global_scale=g, rounding=rounding).clone()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    launch_guided_qdq(x, p, g, low, scales, out, bits, open_)
+    return out
+
+
+@_guided_qdq.register_fake
+def _(x, low, scales, g, bits, profile, open_):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _backward(ctx, grad):
+    return grad, None, None, None, None, None, None
+
+
+_guided_qdq.register_autograd(_backward)
+
+
+def guided_qdq(
+    x: Tensor,
+    low: Tensor | None,
+    scales: Tensor,
+    *,
+    bits: int,
+    profile: str | Profile,
+    global_scale: Tensor | float | None = None,
+    rounding: str = "bracket",
+) -> Tensor:
+    """Guided quantise-dequantise of x [..., K] (K whole blocks), in x's dtype; gradient 1 with respect to x only.
+
+    `low` u8 [..., K*bits/8] is the record's codes as stored (element j in bits [bits*j, bits*j + bits) of its row;
+    None for `bits=0`), `scales` u8 [..., K/block] its scale bytes. Otherwise as `tracekit.numerics.guided_round`.
+    """
+    p = profile_info(profile)
+    check_supported(x, p)
+    if rounding not in ("bracket", "bracket_open"):
+        raise ConfigError(f"rounding must be bracket or bracket_open, not {rounding!r}")
+    if not 0 <= bits <= 4:
+        raise ConfigError(f"bits must be 0..4, not {bits}")
+    k = x.shape[-1]
+    wanted = (*x.shape[:-1], k * bits // 8)
+    if bits and (low is None or low.shape != wanted):
+        raise ConfigError(f"packed codes must be {wanted}, not {None if low is None else tuple(low.shape)}")
+    if scales.shape != (*x.shape[:-1], k // p.block):
+        raise ConfigError(f"scales must be {(*x.shape[:-1], k // p.block)}, not {tuple(scales.shape)}")
+    g = resolve_global_scale(x, p, None, global_scale)
+    return _guided_qdq(x, low if bits else None, scales, g, bits, p.name, rounding == "bracket_open")

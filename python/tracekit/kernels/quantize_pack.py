@@ -1,0 +1,257 @@
+"""Quantise, pack, and keep low bits, in one pass into buffers the caller owns (safe inside a CUDA graph).
+
+One thread holds whole blocks: a block of 16 is two tiles of 8 elements, each a 16-byte load of bf16.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tracekit.errors import ConfigError
+from tracekit.kernels._triton import INTERPRET, cdiv, hardware_casts, jit, runs_triton, tl
+from tracekit.kernels.rounding import (
+    _larger_or_nan,
+    absolute_maximum,
+    block_scale,
+    e2m1_magnitude,
+    e2m1_round,
+    load_eight,
+    narrow,
+    pack_words,
+    scale_inverse,
+    scale_value,
+    store_low_bits,
+    with_sign,
+)
+from tracekit.numerics.formats import pack_codes
+from tracekit.numerics.guided import low_bits
+from tracekit.numerics.profiles import Profile, profile_info
+from tracekit.numerics.quantize import quantize_dequantize
+
+KERNEL_PROFILES = ("nvfp4-exact", "mxfp4-rceil", "kv-mx16")
+
+
+@jit
+def _tile(
+    x, inverse, factor, decode, four_bits, values_ptr, offset, mask,
+    ROWS: tl.constexpr, VALUES: tl.constexpr, HAS_GLOBAL: tl.constexpr, AWAY: tl.constexpr, KEEP: tl.constexpr,
+    CAREFUL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    rounded, nibbles, signed = e2m1_round(x, inverse[:, None], four_bits, AWAY, KEEP, CAREFUL, INTERPRET)
+    if VALUES:
+        v = e2m1_magnitude(rounded - 12582916.0) * factor[:, None]
+        if HAS_GLOBAL:
+            v = v * decode
+        v = narrow(with_sign(v, signed), values_ptr, INTERPRET)
+        tl.store(values_ptr + offset[:, None] + tl.arange(0, 8)[None, :], v, mask=mask[:, None])
+    return pack_words(nibbles, ROWS)
+
+
+@jit
+def _sixteen(
+    x0, x1, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, sixteen, mask,
+    ROWS: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, HAS_GLOBAL: tl.constexpr, AWAY: tl.constexpr,
+    KEEP: tl.constexpr, CAREFUL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Round and store elements [16 * sixteen, 16 * sixteen + 16) of the tensor, in two tiles."""
+    w0 = _tile(x0, inverse, factor, decode, four_bits, values_ptr, sixteen * 16, mask, ROWS, VALUES, HAS_GLOBAL, AWAY,
+               KEEP, CAREFUL, INTERPRET)  # fmt: skip
+    w1 = _tile(x1, inverse, factor, decode, four_bits, values_ptr, sixteen * 16 + 8, mask, ROWS, VALUES, HAS_GLOBAL,
+               AWAY, KEEP, CAREFUL, INTERPRET)  # fmt: skip
+    word = sixteen[:, None] * 2 + tl.arange(0, 2)[None, :]
+    tl.store(packed_ptr + word, tl.join(w0, w1), mask=mask[:, None])
+    if BITS > 0:
+        store_low_bits(low_ptr, sixteen, w0, w1, mask, BITS)
+
+
+@jit
+def _quantize_pack_kernel(
+    x_ptr, g_ptr, packed_ptr, scales_ptr, low_ptr, values_ptr, n_blocks, blocks_per_scale, four_bits,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr,
+    E8M0: tl.constexpr, MIN_SCALE: tl.constexpr, AWAY: tl.constexpr, KEEP: tl.constexpr, HARDWARE: tl.constexpr,
+    PAIRS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mask = block < n_blocks
+    start = block * BLOCK
+    x0 = load_eight(x_ptr, start, mask, ROWS, PAIRS)
+    x1 = load_eight(x_ptr, start + 8, mask, ROWS, PAIRS)
+    amax = _larger_or_nan(absolute_maximum(x0, False, INTERPRET), absolute_maximum(x1, False, INTERPRET))
+    x2, x3 = x0, x1
+    if BLOCK == 32:
+        x2 = load_eight(x_ptr, start + 16, mask, ROWS, PAIRS)
+        x3 = load_eight(x_ptr, start + 24, mask, ROWS, PAIRS)
+        upper = _larger_or_nan(absolute_maximum(x2, False, INTERPRET), absolute_maximum(x3, False, INTERPRET))
+        amax = _larger_or_nan(amax, upper)
+    g = 1.0
+    decode = 1.0
+    if not E8M0:
+        if SCALES == 1:
+            g = tl.load(g_ptr)
+            decode = tl.div_rn(1.0, g)
+        else:
+            g = tl.load(g_ptr + block // blocks_per_scale, mask=mask, other=1.0)
+            decode = tl.div_rn(1.0, g)[:, None]
+    byte = block_scale(amax, g, E8M0, MIN_SCALE, HARDWARE)
+    inverse = scale_inverse(byte, g, E8M0)
+    # Products of 7 and above (a stale global scale, a subnormal block scale) and NaN are rare: they have a branch.
+    rare = tl.max(tl.where(amax * inverse < 7.0, 0, 1), axis=0)
+    first = block * (BLOCK // 16)
+    if rare > 0:
+        amax = tl.maximum(absolute_maximum(x0, True, INTERPRET), absolute_maximum(x1, True, INTERPRET))
+        if BLOCK == 32:
+            upper = tl.maximum(absolute_maximum(x2, True, INTERPRET), absolute_maximum(x3, True, INTERPRET))
+            amax = tl.maximum(amax, upper)
+        byte = block_scale(amax, g, E8M0, MIN_SCALE, HARDWARE)
+        inverse = scale_inverse(byte, g, E8M0)
+        factor = scale_value(byte, E8M0)
+        _sixteen(x0, x1, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, first, mask,
+                 ROWS, BITS, VALUES, not E8M0, AWAY, KEEP, True, INTERPRET)  # fmt: skip
+        if BLOCK == 32:
+            _sixteen(x2, x3, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, first + 1, mask,
+                     ROWS, BITS, VALUES, not E8M0, AWAY, KEEP, True, INTERPRET)  # fmt: skip
+    else:
+        factor = scale_value(byte, E8M0)
+        _sixteen(x0, x1, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, first, mask,
+                 ROWS, BITS, VALUES, not E8M0, AWAY, KEEP, False, INTERPRET)  # fmt: skip
+        if BLOCK == 32:
+            _sixteen(x2, x3, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, first + 1, mask,
+                     ROWS, BITS, VALUES, not E8M0, AWAY, KEEP, False, INTERPRET)  # fmt: skip
+    tl.store(scales_ptr + block, byte.to(tl.uint8), mask=mask)
+
+
+def pack_low_bits(codes: Tensor, bits: int) -> Tensor:
+    """Low bits of u8 codes [..., K], rows packed least significant first: u8 [..., ceil(K * bits / 8)]."""
+    kept = low_bits(codes, bits)
+    k = codes.shape[-1]
+    planes = (kept.unsqueeze(-1) >> torch.arange(bits, dtype=torch.uint8, device=codes.device)) & 1
+    stream = planes.flatten(-2)
+    stream = torch.nn.functional.pad(stream, (0, -(k * bits) % 8)).unflatten(-1, (-1, 8))
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=codes.device)
+    return (stream * weights).sum(-1, dtype=torch.int32).to(torch.uint8)
+
+
+def unpack_low_bits(packed: Tensor, bits: int, k: int) -> Tensor:
+    """Inverse of `pack_low_bits`: u8 [..., ceil(k * bits / 8)] -> u8 [..., k]."""
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    stream = ((packed.unsqueeze(-1) >> places) & 1).flatten(-2)[..., : k * bits].unflatten(-1, (k, bits))
+    return (stream << torch.arange(bits, dtype=torch.uint8, device=packed.device)).sum(-1, dtype=torch.uint8)
+
+
+def check_supported(x: Tensor, p: Profile) -> None:
+    """ConfigError unless the kernels quantise x under p: last axis contiguous and a whole number of blocks."""
+    if p.name not in KERNEL_PROFILES:
+        raise ConfigError(f"no kernel quantises {p.name}\nkernels exist for {', '.join(KERNEL_PROFILES)}")
+    if x.shape[-1] % p.block:
+        raise ConfigError(f"{p.name} kernels take whole blocks of {p.block}, not {x.shape[-1]} elements a row")
+
+
+def per_block_scales(x: Tensor, g: Tensor | None, block: int) -> tuple[Tensor, int, int]:
+    """(scales, their number, blocks each covers) of an encode scale that is one number or one a row or an expert."""
+    if g is None:
+        return x.new_empty(1, dtype=torch.float32), 1, 1
+    g = g.to(torch.float32)
+    if g.numel() == 1:
+        return g.reshape(1), 1, 1
+    blocks = x.numel() // block
+    covered = g.expand(*g.shape[:-1], 1).contiguous()
+    lead = x.shape[: g.dim() - 1]
+    trailing = [i for i, n in enumerate(g.shape[:-1]) if n != lead[i]]
+    if g.shape[-1] != 1 or g.dim() != x.dim() or (trailing and trailing != list(range(trailing[0], g.dim() - 1))):
+        raise ConfigError(f"a global scale of shape {tuple(g.shape)} does not cover rows of {tuple(x.shape)}")
+    return covered, g.numel(), blocks // g.numel()
+
+
+def launch_quantize_pack(
+    x: Tensor, p: Profile, g: Tensor | None, packed: Tensor, scales: Tensor, low: Tensor | None,
+    values: Tensor | None, bits: int, rows: int = 0, warps: int = 0,
+) -> None:  # fmt: skip
+    """Start the kernel, `rows` blocks a program on `warps` warps (0: chosen by size)."""
+    x = x.contiguous()
+    n = x.numel() // p.block
+    if n == 0:
+        return
+    g_blocks, n_scales, covers = per_block_scales(x, g if p.has_global else None, p.block)
+    rows = rows or (1024 if INTERPRET else 64 if n >= 1 << 15 else 32)
+    _quantize_pack_kernel[(cdiv(n, rows),)](
+        x, g_blocks, packed.view(torch.int32), scales, scales if low is None else low.view(torch.uint16),
+        x if values is None else values, n, covers, 0x40800000,
+        BLOCK=p.block, ROWS=rows, BITS=bits if low is not None else 0, VALUES=values is not None,
+        SCALES=1 if n_scales == 1 else 2, E8M0=p.scale_format == "e8m0", MIN_SCALE=getattr(p, "min_scale", 0),
+        AWAY=p.ties == "away", KEEP=p.keeps_minus_zero, HARDWARE=hardware_casts(x), PAIRS=x.dtype == torch.bfloat16,
+        INTERPRET=INTERPRET, num_warps=warps or max(1, rows // 64), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("tracekit::quantize_pack", mutates_args=("packed", "scales", "low", "values"))
+def _quantize_pack(
+    x: Tensor, profile: str, g: Tensor | None, packed: Tensor, scales: Tensor, low: Tensor | None,
+    values: Tensor | None, bits: int,
+) -> None:  # fmt: skip
+    p = profile_info(profile)
+    if not runs_triton(x):
+        v, codes, s = quantize_dequantize(x, p, g)
+        packed.copy_(pack_codes(codes))
+        scales.copy_(s)
+        if low is not None:
+            low.copy_(pack_low_bits(codes, bits))
+        if values is not None:
+            values.copy_(v)
+        return
+    launch_quantize_pack(x, p, g, packed, scales, low, values, bits)
+
+
+@_quantize_pack.register_fake
+def _(x, profile, g, packed, scales, low, values, bits):
+    return None
+
+
+def quantize_pack_into(
+    x: Tensor,
+    profile: str | Profile,
+    *,
+    global_scale: Tensor | None,
+    packed: Tensor,
+    scales: Tensor,
+    low: Tensor | None = None,
+    bits: int = 0,
+    values: Tensor | None = None,
+) -> None:
+    """Quantise x [..., K] (K a multiple of the block) and write, each buffer contiguous and of x's leading shape:
+
+    packed u8 [..., K/2]; scales u8 [..., K/block]; with `low`, the low `bits` (1..4) bits of each code, u8
+    [..., K*bits/8], element j in bits [bits*j, bits*j + bits) of its row; with `values`, the dequantised values in
+    x's dtype. `global_scale` is a tensor on x's device: one number, or [..., 1] of one a row or a leading index.
+    """
+    p = profile_info(profile)
+    check_supported(x, p)
+    lead, k = x.shape[:-1], x.shape[-1]
+    wanted = {"packed": (packed, k // 2), "scales": (scales, k // p.block)}
+    if low is not None:
+        wanted["low"] = (low, k * bits // 8)
+    if values is not None:
+        wanted["values"] = (values, k)
+    for name, (buffer, width) in wanted.items():
+        if buffer.shape != (*lead, width) or not buffer.is_contiguous():
+            raise ConfigError(f"{name} must be contiguous {(*lead, width)}, not {tuple(buffer.shape)}")
+    if p.has_global and global_scale is None:
+        raise ConfigError(f"{p.name} needs a global scale")
+    _quantize_pack(x.detach(), p.name, global_scale if p.has_global else None, packed, scales, low, values, bits)
+
+
+def quantize_pack(
+    x: Tensor, profile: str | Profile, *, global_scale: Tensor | None = None, bits: int = 0, with_values: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """`quantize_pack_into` fresh buffers: (packed, scales, low or None, values or None)."""
+    p = profile_info(profile)
+    lead, k = x.shape[:-1], x.shape[-1]
+
+    def empty(width: int) -> Tensor:
+        return torch.empty(*lead, width, dtype=torch.uint8, device=x.device)
+
+    packed, scales = empty(k // 2), empty(k // p.block)
+    low = empty(k * bits // 8) if bits else None
+    values = torch.empty(x.shape, dtype=x.dtype, device=x.device) if with_values else None
+    quantize_pack_into(x, p, global_scale=global_scale, packed=packed, scales=scales, low=low, bits=bits, values=values)
+    return packed, scales, low, values

@@ -1,0 +1,193 @@
+"""Device functions shared by the kernels: E2M1 rounding, block scales, packing.
+
+Every function has one meaning on the GPU and in the interpreter: no contraction (kernels launch with
+`enable_fp_fusion=False`; `tl.fma` is used only where the product is exact), no approximate division.
+
+E2M1 to nearest costs three additions and three minima. With M = 1.5 * 2^23, fp32 `2a + M`, `a + M + 2` and
+`a/2 + M + 4` are M plus the code of `a` rounded in the binades [0, 2], [2, 4], [4, 6] (ties to even in all three,
+because 2 and 4 are even); the code is concave in `a`, so the right one is the smallest.
+"""
+
+from __future__ import annotations
+
+from tracekit.kernels._triton import jit, tl
+
+
+@jit
+def e2m1_round(
+    x, inverse, four_bits, TIES_AWAY: tl.constexpr, KEEP_MINUS_ZERO: tl.constexpr, CAREFUL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """fp32 x times inverse -> (M + 4 + magnitude code, M + code with the sign in bit 3, a value of the product's sign).
+
+    M = 1.5 * 2^23. CAREFUL takes products of 7 and above (saturation) and NaN (which counts as +6); without it there
+    may be neither. A GPU's product with a NaN is the positive canonical NaN, and its minimum drops NaN, so only the
+    interpreter has to replace it. `four_bits` is 0x40800000 (4.0) at run time: as a constant the compiler needs two
+    instructions.
+    """
+    if CAREFUL:
+        x = x * inverse
+        if INTERPRET:
+            x = tl.where(x != x, 6.0, x)
+        a = tl.abs(x)
+    else:
+        a = tl.abs(x) * inverse
+    if TIES_AWAY:  # an odd last bit lifts a midpoint above itself
+        a = (a.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
+    if not KEEP_MINUS_ZERO:
+        x = x + 0.0
+    r = tl.minimum(tl.fma(a, 2.0, 12582916.0), a + 12582918.0)
+    r = tl.minimum(r, tl.fma(a, 0.5, 12582920.0))
+    if CAREFUL:
+        r = tl.minimum(r, 12582923.0)
+    four = ((x.to(tl.int32, bitcast=True) & -2147483648) | four_bits).to(tl.float32, bitcast=True)
+    return r, r - four, x
+
+
+@jit
+def e2m1_magnitude(code):
+    """Magnitude of an fp32 code 0..7: code/2, code - 2, 2 code - 8 in turn; convex, so the largest."""
+    return tl.maximum(tl.maximum(code * 0.5, code - 2.0), tl.fma(code, 2.0, -8.0))
+
+
+@jit
+def with_sign(magnitude, z):
+    """magnitude with its sign flipped where z is negative."""
+    sign = z.to(tl.int32, bitcast=True) & -2147483648
+    return (magnitude.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+
+
+@jit
+def pack_words(nibbles, ROWS: tl.constexpr):
+    """M + code, fp32 [ROWS, 8] -> int32 words [ROWS], element j in bits 4j..4j+3.
+
+    Each step adds one shifted operand (one instruction); the shifted exponents of M come off at the end.
+    """
+    bits = nibbles.to(tl.int32, bitcast=True)
+    low, high = tl.split(tl.reshape(bits, (ROWS, 4, 2)))
+    low, high = tl.split(tl.reshape(low + (high << 4), (ROWS, 2, 2)))
+    low, high = tl.split(tl.reshape(low + (high << 8), (ROWS, 2)))
+    return low + (high << 16) - 1061158912
+
+
+@jit
+def load_eight(ptr, offset, mask, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    """Eight elements of each row as fp32 [ROWS, 8], from element `offset` [ROWS]; a bf16 pair is one int32 lane."""
+    if PAIRS:
+        word = tl.load(
+            ptr.to(tl.pointer_type(tl.int32)) + (offset // 2)[:, None] + tl.arange(0, 4)[None, :],
+            mask=mask[:, None],
+            other=0,
+        )
+        even = (word << 16).to(tl.float32, bitcast=True)
+        odd = (word & -65536).to(tl.float32, bitcast=True)
+        return tl.reshape(tl.join(even, odd), (ROWS, 8))
+    return tl.load(ptr + offset[:, None] + tl.arange(0, 8)[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
+
+
+@jit
+def keep_low_bits(word, BITS: tl.constexpr):
+    """The low BITS bits of each of a word's eight nibbles, packed: int32 -> int64 with 8 * BITS bits set at most."""
+    w = word.to(tl.uint32, bitcast=True)
+    if BITS == 1:
+        w = w & 0x11111111
+        w = (w | (w >> 3)) & 0x03030303
+        w = (w | (w >> 6)) & 0x000F000F
+        w = (w | (w >> 12)) & 0xFF
+    elif BITS == 2:
+        w = w & 0x33333333
+        w = (w | (w >> 2)) & 0x0F0F0F0F
+        w = (w | (w >> 4)) & 0x00FF00FF
+        w = (w | (w >> 8)) & 0xFFFF
+    elif BITS == 3:
+        w = (w & 0x07070707) | ((w >> 1) & 0x38383838)
+        w = (w & 0x003F003F) | ((w >> 2) & 0x0FC00FC0)
+        w = (w & 0x00000FFF) | ((w >> 4) & 0x00FFF000)
+    return w.to(tl.int64)
+
+
+@jit
+def store_low_bits(ptr, index, first, second, mask, BITS: tl.constexpr):
+    """Write the low bits of 16 elements (two words) as BITS 16-bit units at unit `index * BITS` of `ptr` (uint16)."""
+    if BITS == 4:
+        both = (first.to(tl.int64) & 0xFFFFFFFF) | (second.to(tl.int64) << 32)
+    else:
+        both = keep_low_bits(first, BITS) | (keep_low_bits(second, BITS) << (8 * BITS))
+    for i in tl.static_range(BITS):
+        tl.store(ptr + index * BITS + i, ((both >> (16 * i)) & 0xFFFF).to(tl.uint16), mask=mask)
+
+
+@jit
+def e4m3_encode(v, HARDWARE: tl.constexpr):
+    """E4M3 byte (as int32) of v >= 0: nearest, ties to even, saturating at 448."""
+    if HARDWARE:
+        return v.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    v = tl.minimum(v, 448.0)
+    bits = v.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = (v + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # at 2^14 the last bit weighs 2^-9
+    return tl.where(v < 0.015625, subnormal, normal)
+
+
+@jit
+def e4m3_decode(byte):
+    """fp32 value of a positive E4M3 byte (int32); 0x7F, the mark of a missing block, comes back as 480."""
+    exponent = byte >> 3
+    mantissa = byte & 7
+    normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
+    return tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)
+
+
+@jit
+def block_scale(amax, g, E8M0: tl.constexpr, MIN_SCALE: tl.constexpr, HARDWARE: tl.constexpr):
+    """Scale byte (int32) of fp32 block maxima: nvfp4-exact's e4m3(amax * (g/6)), or the RCEIL exponent."""
+    if E8M0:
+        bits = (amax * 0.16666667163372040).to(tl.int32, bitcast=True)
+        byte = tl.where(bits <= 0x400000, 0, (bits + 0x7FFFFF) >> 23)
+        return tl.minimum(tl.maximum(byte, MIN_SCALE), 254)
+    return e4m3_encode(amax * (g * 0.16666667163372040), HARDWARE)
+
+
+@jit
+def scale_value(byte, E8M0: tl.constexpr):
+    """fp32 value of a scale byte (int32)."""
+    if E8M0:
+        return tl.maximum(byte << 23, 0x400000).to(tl.float32, bitcast=True)
+    return e4m3_decode(byte)
+
+
+@jit
+def scale_inverse(byte, g, E8M0: tl.constexpr):
+    """What a block is multiplied by: min(1 / (s * (1/g)), FLT_MAX), or the exact 2^(127 - byte)."""
+    if E8M0:
+        return tl.maximum((254 - byte) << 23, 0x400000).to(tl.float32, bitcast=True)
+    s = e4m3_decode(byte) * tl.div_rn(1.0, g)
+    return tl.minimum(tl.div_rn(1.0, s), 3.4028234663852886e38)
+
+
+@jit
+def narrow(v, ptr, INTERPRET: tl.constexpr):
+    """fp32 v in the element type of `ptr`, to nearest even (the interpreter's cast to bf16 truncates)."""
+    if INTERPRET and ptr.dtype.element_ty == tl.bfloat16:
+        bits = v.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return v.to(ptr.dtype.element_ty)
+
+
+@jit
+def _larger_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def absolute_maximum(x, SKIP_NAN: tl.constexpr, INTERPRET: tl.constexpr):
+    """max |x| along axis 1; NaN if there is one, unless SKIP_NAN. (Interpreters differ in what tl.max does.)"""
+    a = tl.abs(x)
+    if INTERPRET:
+        nan = tl.max((a != a).to(tl.int32), axis=1)
+        a = tl.max(tl.where(a != a, 0.0, a), axis=1)
+        return a if SKIP_NAN else tl.where(nan > 0, float("nan"), a)
+    if SKIP_NAN:
+        return tl.maximum(tl.max(a, axis=1), 0.0)  # of nothing but NaN the maximum is NaN
+    return tl.reduce(a, 1, _larger_or_nan)

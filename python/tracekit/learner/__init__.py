@@ -1,0 +1,1 @@
+"""The learner: a torchtitan model whose forward rounds as the sampler did."""

@@ -1,0 +1,117 @@
+"""Which record steers which rounding: the context that the guided modules read."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from tracekit import numerics
+from tracekit.learner.gaps import SiteGaps
+
+_active = threading.local()
+
+
+@dataclass(kw_only=True, slots=True)
+class SiteRecord:
+    """The sampler's rounding at one site, for the tokens of one microbatch in their flattened order.
+
+    `codes` u8 [T, planes, K] low bits of each code (None: scales only); `scales` u8 [T, planes, K/block], the
+    format's NaN for a token without a record; `global_scale` f32, a number or [T, 1, 1].
+    """
+
+    codes: torch.Tensor | None
+    scales: torch.Tensor
+    bits: int
+    global_scale: torch.Tensor
+
+
+@dataclass(kw_only=True, slots=True)
+class Guide:
+    """Rounding of one microbatch: profiles, static scales, records and routes."""
+
+    profiles: dict[str, str]
+    """Site kind (`moe_input`, `moe_hidden`, `k`, `v`) to profile; a kind that is absent is not rounded."""
+    static_scales: dict[str, torch.Tensor] | None
+    """Encode scale of each site; None takes one from each token."""
+    rounding: str = "bracket"
+    records: dict[str, SiteRecord] = field(default_factory=dict)
+    routes: torch.Tensor | None = None
+    """Expert ids to replay, [layers, T, top_k] int64; None routes anew."""
+    real: torch.Tensor | None = None
+    """bool [T]: tokens that are not padding, for calibration (rows that are sorted by expert are taken whole)."""
+    amax: dict[str, torch.Tensor] | None = None
+    """Where calibration collects the largest magnitude of each site; None outside calibration."""
+    flips: dict[str, torch.Tensor] | None = None
+    """Where the share of values that the record moved off nearest rounding is collected; None does not measure."""
+    gaps: SiteGaps | None = None
+    """Where the distance between recorded and own rounding is collected; None does not measure."""
+
+    def global_scale(self, site: str, x: torch.Tensor, profile: str) -> torch.Tensor | None:
+        """Encode scale for `x` [T, planes, K] at `site`: static, or one a token [T, 1, 1]; None without one."""
+        if not numerics.profile_info(profile).has_global:
+            return None
+        if self.static_scales is not None:
+            return self.static_scales[site]
+        return numerics.global_scale_for(numerics.absolute_maximum(x.detach(), tuple(range(1, x.ndim)), keepdim=True))
+
+
+@contextlib.contextmanager
+def guided(guide: Guide | None) -> Iterator[None]:
+    """Make `guide` the active one. Must span forward and backward: recomputation runs the forward again."""
+    before = getattr(_active, "guide", None)
+    _active.guide = guide
+    try:
+        yield
+    finally:
+        _active.guide = before
+
+
+def current() -> Guide | None:
+    """The active guide of this thread."""
+    return getattr(_active, "guide", None)
+
+
+def quantize_site(site: str, x: torch.Tensor) -> torch.Tensor:
+    """Round `x` [T, ..., K] as the sampler rounds at `site`; gradient straight through.
+
+    With a record, TRACE's guided rounding (Algorithm 1); without, the profile's own round to nearest; unchanged where
+    the site's kind has no profile.
+    """
+    guide = current()
+    if guide is None:
+        return x
+    kind = site.rsplit(".", 1)[1]
+    if guide.amax is not None:
+        real = x if guide.real is None or len(x) != len(guide.real) else x[guide.real]
+        seen = real.detach().abs().amax()
+        guide.amax[site] = torch.maximum(guide.amax[site], seen) if site in guide.amax else seen
+    profile = guide.profiles.get(kind)
+    if profile is None:
+        return x
+    planes = x if x.ndim == 3 else x.unsqueeze(1)
+    record = guide.records.get(site)
+    if record is None:
+        return numerics.fake_quantize(planes, profile, global_scale=guide.global_scale(site, planes, profile)).view_as(
+            x
+        )
+    out = numerics.guided_round(
+        planes,
+        record.codes,
+        record.scales,
+        bits=record.bits,
+        profile=profile,
+        global_scale=record.global_scale,
+        rounding=guide.rounding,
+    )
+    if guide.flips is not None:
+        own = numerics.fake_quantize(planes, profile, global_scale=guide.global_scale(site, planes, profile))
+        recorded = (record.scales != 0).flatten(1).any(1)  # padding has no scale
+        guide.flips[site] = (own.detach() != out.detach())[recorded].float().mean()
+    if guide.gaps is not None:
+        scale = guide.global_scale(site, planes, profile)
+        guide.gaps.add(site, planes, out, record, profile=profile, scale=scale)
+    return out.view_as(x)

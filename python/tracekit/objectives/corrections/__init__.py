@@ -1,0 +1,1 @@
+"""One file a correction of the mismatch between sampler and learner."""

@@ -1,0 +1,1 @@
+"""Sampling engines and the capture of their rounding."""

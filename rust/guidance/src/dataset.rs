@@ -1,0 +1,362 @@
+//! A folder of segments, read as one.
+use crate::decode::{Chunk, Decoder, Target};
+use crate::error::{Error, Result};
+use crate::index::{ChunkRange, Traj};
+use crate::layout::{kind, MAX_PAYLOAD, RECORD_LEN};
+use crate::schema::Site;
+use crate::segment::Segment;
+use crate::token_crc;
+use std::path::{Path, PathBuf};
+
+thread_local! {
+    static DECODER: std::cell::Cell<Decoder> = std::cell::Cell::default();
+}
+
+const MAX_PREFIXES: usize = 64;
+
+/// The segment files of a folder, oldest name first.
+pub fn segment_files(dir: &Path) -> Result<Vec<PathBuf>> {
+    let list = std::fs::read_dir(dir).map_err(|e| Error::io(dir, "list", e))?;
+    let mut files = Vec::new();
+    for entry in list {
+        let path = entry.map_err(|e| Error::io(dir, "list", e))?.path();
+        let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+        if name.ends_with(".tkg") || name.ends_with(".tkg.open") {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// Committed parts of a trajectory.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// Segment number in the dataset.
+    pub segment: usize,
+    /// The commit.
+    pub traj: Traj,
+    /// Its chunks.
+    pub chunks: ChunkRange,
+}
+
+/// One range of tokens to read.
+#[derive(Clone, Copy, Debug)]
+pub struct Request<'a> {
+    /// The trajectory.
+    pub id: &'a str,
+    /// First token.
+    pub start: u32,
+    /// End token.
+    pub stop: u32,
+    /// The trajectory's ids from its first token on, to be checked.
+    pub token_ids: Option<&'a [i64]>,
+}
+
+/// An open dataset.
+#[derive(Debug)]
+pub struct Dataset {
+    /// The folder.
+    pub dir: PathBuf,
+    /// Its segments, oldest first.
+    pub segments: Vec<Segment>,
+}
+
+impl Dataset {
+    /// Opens every segment of `dir`.
+    pub fn open(dir: &Path) -> Result<Self> {
+        let files = segment_files(dir)?;
+        if files.is_empty() {
+            return Err(Error::Missing(format!(
+                "{} holds no guidance segments (*.tkg): give the folder that a GuidanceWriter wrote to",
+                dir.display()
+            )));
+        }
+        let mut segments = Vec::with_capacity(files.len());
+        for path in &files {
+            match Segment::open(path) {
+                Ok(s) => segments.push(s),
+                // A writer that died, or is still, before its first record.
+                Err(Error::Corrupt { .. }) if path.extension().is_some_and(|e| e == "open") && short(path) => {}
+                // Sealed between the listing and the opening.
+                Err(Error::Io { .. }) if !path.exists() && path.with_extension("").exists() => {
+                    segments.push(Segment::open(&path.with_extension(""))?);
+                }
+                Err(e) => return Err(e),
+            }
+        }
+        segments.sort_by(|a, b| (a.header.created_ns, &a.path).cmp(&(b.header.created_ns, &b.path)));
+        Ok(Dataset { dir: dir.to_owned(), segments })
+    }
+
+    /// Committed trajectories, counting a part as one.
+    pub fn len(&self) -> usize {
+        self.segments.iter().map(|s| s.index.n_trajs()).sum()
+    }
+
+    /// Whether nothing is committed.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The committed parts of a trajectory; of a part written twice the newest.
+    pub fn find(&self, id: &str) -> Result<Vec<Part>> {
+        let mut parts: Vec<Part> = Vec::new();
+        for (i, segment) in self.segments.iter().enumerate().rev() {
+            let Some(k) = segment.index.find(id) else {
+                continue;
+            };
+            let Some((traj, chunks)) = segment.index.traj(k) else {
+                return Err(Error::corrupt(&segment.path, segment.records_end, format!("index entry of '{id}'")));
+            };
+            if parts.iter().any(|p| p.traj.part == traj.part || p.traj.parts != traj.parts) {
+                continue;
+            }
+            let last = traj.parts <= 1;
+            parts.push(Part { segment: i, traj, chunks });
+            if last {
+                break;
+            }
+        }
+        match parts.first() {
+            None => Err(Error::Missing(format!(
+                "trajectory '{id}' is not in {}: {} are committed there; check the id and the folder",
+                self.dir.display(),
+                self.len()
+            ))),
+            Some(p) if parts.len() < p.traj.parts.max(1) as usize => Err(Error::Missing(format!(
+                "trajectory '{id}' has {} of {} parts in {}: wait until every rank has committed",
+                parts.len(),
+                p.traj.parts,
+                self.dir.display()
+            ))),
+            Some(_) => Ok(parts),
+        }
+    }
+
+    /// The first segment that has the site, and the site.
+    pub fn site(&self, name: &str) -> Result<&Site> {
+        self.segments
+            .iter()
+            .rev()
+            .find_map(|s| s.schema.site(name).map(|i| &s.schema.sites[i]))
+            .ok_or_else(|| self.no_site(name))
+    }
+
+    /// An error if segments disagree on the row layout of a site.
+    pub fn check_uniform(&self, names: &[impl AsRef<str>]) -> Result<()> {
+        for name in names.iter().map(AsRef::as_ref) {
+            let first = self.site(name)?;
+            for s in self.segments.iter().filter_map(|s| s.schema.site(name).map(|i| &s.schema.sites[i])) {
+                let shape = |s: &Site| (s.planes, s.width, s.block, s.bits, s.encoding, s.profile.clone());
+                if shape(s) != shape(first) {
+                    return Err(Error::Mismatch(format!(
+                        "site '{name}' has other rows in some segments of {}: read each run's folder by itself",
+                        self.dir.display()
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn no_site(&self, name: &str) -> Error {
+        let mut have: Vec<&str> =
+            self.segments.iter().flat_map(|s| s.schema.sites.iter().map(|s| s.name.as_str())).collect();
+        have.sort_unstable();
+        have.dedup();
+        let few: Vec<&str> = have.iter().take(6).copied().collect();
+        Error::Missing(format!(
+            "site '{name}' is not recorded in {}: it has {} sites ({}{}); add the site to the writer's schema",
+            self.dir.display(),
+            have.len(),
+            few.join(", "),
+            if have.len() > few.len() { " …" } else { "" }
+        ))
+    }
+
+    /// Reads the requests' rows one after another into `targets`, one target a name of `sites`.
+    pub fn read(&self, requests: &[Request], sites: &[&str], targets: &mut [Target]) -> Result<()> {
+        // Kept between calls; a buffer grows to the largest chunk, at most 64 MiB.
+        let mut decoder = DECODER.take();
+        let mut row = 0;
+        let wanted: Vec<usize> = (0..sites.len()).collect();
+        let maps: Vec<Vec<Option<usize>>> =
+            self.segments.iter().map(|s| sites.iter().map(|n| s.schema.site(n)).collect()).collect();
+        let mut job = Job { data: self, decoder: &mut decoder, sites, maps: &maps, targets };
+        for r in requests {
+            job.tokens(r.id, r.start, r.stop, r.token_ids, &wanted, row, MAX_PREFIXES)?;
+            row += (r.stop - r.start) as usize;
+        }
+        DECODER.set(decoder);
+        Ok(())
+    }
+}
+
+fn short(path: &Path) -> bool {
+    std::fs::metadata(path).map(|m| m.len() < 8192).unwrap_or(false)
+}
+
+struct Job<'a, 'b> {
+    data: &'a Dataset,
+    decoder: &'a mut Decoder,
+    sites: &'a [&'a str],
+    maps: &'a [Vec<Option<usize>>],
+    targets: &'a mut [Target<'b>],
+}
+
+impl Job<'_, '_> {
+    #[allow(clippy::too_many_arguments)]
+    fn tokens(
+        &mut self,
+        id: &str,
+        start: u32,
+        stop: u32,
+        ids: Option<&[i64]>,
+        wanted: &[usize],
+        row: usize,
+        depth: usize,
+    ) -> Result<()> {
+        let parts = self.data.find(id)?;
+        let mut left: Vec<usize> = wanted.to_vec();
+        for part in &parts {
+            let map = &self.maps[part.segment];
+            let (here, rest): (Vec<usize>, Vec<usize>) = left.iter().partition(|w| map[**w].is_some());
+            left = rest;
+            if here.is_empty() {
+                continue;
+            }
+            let t = &part.traj;
+            if start > stop || stop > t.n_tokens {
+                let mut text = format!(
+                    "trajectory '{id}' has records for tokens 0..{}, {start}..{stop} was asked for",
+                    t.n_tokens
+                );
+                if stop > t.n_tokens && stop <= t.n_ids {
+                    text += ": the last sampled token has none, because it was never fed to the model";
+                } else {
+                    text += ": ask for tokens that it has";
+                }
+                return Err(Error::Missing(text));
+            }
+            let (mut start, mut row) = (start, row);
+            if start < t.first {
+                let cut = stop.min(t.first);
+                if depth == 0 || t.prefix.is_empty() {
+                    let what = format!("prefix of '{id}' does not end");
+                    return Err(Error::corrupt(&self.data.segments[part.segment].path, 0, what));
+                }
+                self.tokens(&t.prefix, start, cut, ids, &here, row, depth - 1)?;
+                row += (cut - start) as usize;
+                start = cut;
+            }
+            if start < stop {
+                self.part(part, start, stop, ids, &here, row)?;
+            }
+        }
+        match left.first() {
+            Some(w) => Err(self.data.no_site(self.sites[*w])),
+            None => Ok(()),
+        }
+    }
+
+    fn part(
+        &mut self,
+        part: &Part,
+        start: u32,
+        stop: u32,
+        ids: Option<&[i64]>,
+        wanted: &[usize],
+        row: usize,
+    ) -> Result<()> {
+        let segment = &self.data.segments[part.segment];
+        let map = &self.maps[part.segment];
+        let mut wants: Vec<(usize, usize)> = wanted.iter().map(|w| (map[*w].unwrap(), *w)).collect();
+        wants.sort_unstable();
+        let index = &segment.index;
+        let bad = |off: u64, what: String| Error::corrupt(&segment.path, off, what);
+        let (mut at, end) = (part.chunks.first, part.chunks.first + part.chunks.len);
+        let mut found = 0;
+        while at < end && found < wants.len() {
+            let group = index.chunk(at);
+            if group.kind != kind::CHUNK {
+                break;
+            }
+            let (site0, nsites) = (group.site0 as usize, group.nsites as usize);
+            let Some(sites) = segment.schema.sites.get(site0..site0 + nsites) else {
+                return Err(bad(group.off, "chunk covers sites that the schema lacks".into()));
+            };
+            let range = |first| ChunkRange { first, len: end - first };
+            let next = index.partition(range(at), |e| e.kind == kind::CHUNK && e.site0 == group.site0);
+            let first = wants.partition_point(|w| w.0 < site0);
+            let last = wants.partition_point(|w| w.0 < site0 + nsites);
+            let local: Vec<(usize, usize)> = wants[first..last].iter().map(|w| (w.0 - site0, w.1)).collect();
+            found += local.len();
+            let mut cursor = start;
+            let from =
+                index.partition(ChunkRange { first: at, len: next - at }, |e| e.tok0.saturating_add(e.ntok) <= start);
+            let first_of_group = at;
+            at = next.max(at + 1);
+            if local.is_empty() {
+                continue;
+            }
+            for k in from..next {
+                let e = index.chunk(k);
+                if cursor >= stop || e.tok0 > cursor {
+                    break;
+                }
+                let bytes: usize = sites.iter().map(Site::token_bytes).sum();
+                if e.traj != part.traj.number
+                    || e.nsites != group.nsites
+                    || e.tok0.checked_add(e.ntok).is_none_or(|t| t <= cursor)
+                    || e.off.saturating_add(RECORD_LEN as u64 + e.len as u64) > segment.len
+                    || bytes as u64 * e.ntok as u64 > MAX_PAYLOAD
+                {
+                    return Err(bad(e.off, format!("index entry of a chunk of '{}'", part.traj.id)));
+                }
+                let overlaps = k > first_of_group && index.chunk(k - 1).end() > e.tok0 as u64
+                    || k + 1 < next && e.end() > index.chunk(k + 1).tok0 as u64;
+                if overlaps {
+                    return Err(bad(e.off, format!("chunks of '{}' overlap", part.traj.id)));
+                }
+                check_tokens(&part.traj.id, &e, ids)?;
+                let upto = stop.min(e.tok0 + e.ntok);
+                for w in &local {
+                    self.targets[w.1].row = row + (cursor - start) as usize;
+                }
+                let chunk = Chunk { file: &segment.file, path: &segment.path, entry: e, sites };
+                let (a, b) = ((cursor - e.tok0) as usize, (upto - e.tok0) as usize);
+                self.decoder.read(&chunk, a, b, &local, self.targets)?;
+                cursor = upto;
+            }
+            if cursor < stop {
+                let what = format!("trajectory '{}' has no valid chunk for token {cursor}", part.traj.id);
+                return Err(bad(group.off, what));
+            }
+        }
+        if found < wants.len() {
+            let what = format!("trajectory '{}' has no chunk for some of its sites", part.traj.id);
+            return Err(bad(segment.header.first_record(), what));
+        }
+        Ok(())
+    }
+}
+
+fn check_tokens(id: &str, e: &crate::index::ChunkEntry, ids: Option<&[i64]>) -> Result<()> {
+    let Some(ids) = ids else { return Ok(()) };
+    let (a, b) = (e.tok0 as usize, (e.tok0 + e.ntok) as usize);
+    let Some(tokens) = ids.get(a..b) else {
+        return Err(Error::Mismatch(format!(
+            "trajectory '{id}': token_ids has {} ids, the record covers tokens {a}..{b}: pass the trajectory's ids from \
+             its first token on",
+            ids.len()
+        )));
+    };
+    if token_crc(tokens) != e.token_crc {
+        return Err(Error::Mismatch(format!(
+            "trajectory '{id}': tokens {a}..{b} are not those its record was made for: rows would be misaligned; check \
+             which response this id belongs to"
+        )));
+    }
+    Ok(())
+}

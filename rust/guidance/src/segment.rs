@@ -1,0 +1,140 @@
+//! Opening one segment file.
+use crate::error::{Error, Result};
+use crate::index::Index;
+use crate::layout::{padded, FileHeader, Postscript, HEADER_LEN, POST_LEN};
+use crate::scan::{Bounds, Damage};
+use crate::schema::Schema;
+use crc32c::crc32c;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// An open segment.
+#[derive(Debug)]
+pub struct Segment {
+    /// Its file name.
+    pub path: PathBuf,
+    /// The file.
+    pub file: File,
+    /// Its length when it was opened.
+    pub len: u64,
+    /// Its header.
+    pub header: FileHeader,
+    /// Its schema.
+    pub schema: Schema,
+    /// Its index, read or rebuilt.
+    pub index: Index,
+    /// Where its records end.
+    pub records_end: u64,
+    /// Whether it was sealed by its writer.
+    pub sealed: bool,
+    /// What did not pass its checks while opening.
+    pub damage: Vec<Damage>,
+}
+
+/// What [`read_head`] says of a file that ends before its first record: a writer that died at its very start.
+pub const HEADLESS: &str = "the file ends inside its header";
+
+/// Reads and checks header and schema.
+pub fn read_head(file: &File, path: &Path) -> Result<(FileHeader, Schema)> {
+    let read = |buf: &mut [u8], at: u64| {
+        file.read_exact_at(buf, at).map_err(|e| match e.kind() {
+            std::io::ErrorKind::UnexpectedEof => Error::corrupt(path, at, HEADLESS),
+            _ => Error::io(path, "read", e),
+        })
+    };
+    let mut head = vec![0u8; HEADER_LEN];
+    read(&mut head, 0)?;
+    let header = FileHeader::decode(&head, path)?;
+    let mut bytes = vec![0u8; padded(header.schema_len as usize)];
+    read(&mut bytes, HEADER_LEN as u64)?;
+    if crc32c(&bytes) != header.schema_crc {
+        return Err(Error::corrupt(path, HEADER_LEN as u64, "schema checksum"));
+    }
+    let schema = Schema::decode(&bytes[..header.schema_len as usize])
+        .map_err(|e| Error::corrupt(path, HEADER_LEN as u64, e.to_string()))?;
+    Ok((header, schema))
+}
+
+/// Reads and checks postscript and index; the error says what is wrong with which bytes.
+pub fn read_tail(
+    file: &File,
+    path: &Path,
+    len: u64,
+    header: &FileHeader,
+) -> Result<std::result::Result<(Postscript, Index), Damage>> {
+    let fail = |offset: u64, end: u64, what: &str| Ok(Err(Damage { offset, end, what: what.into(), torn_tail: false }));
+    let post_at = len.saturating_sub(POST_LEN as u64);
+    if post_at < header.first_record() {
+        return fail(header.first_record().min(len), len, "the file ends before its postscript");
+    }
+    let mut b = [0u8; POST_LEN];
+    file.read_exact_at(&mut b, post_at).map_err(|e| Error::io(path, "read", e))?;
+    let Some(post) = Postscript::decode(&b) else {
+        return fail(post_at, len, "postscript checksum");
+    };
+    if post.uuid_low != header.uuid_low()
+        || post.file_len != len
+        || post.index_off < header.first_record()
+        || post.index_off > post_at
+        || post.index_len != post_at - post.index_off
+    {
+        return fail(post_at, len, "postscript does not fit its file");
+    }
+    let mut bytes = vec![0u8; post.index_len as usize];
+    file.read_exact_at(&mut bytes, post.index_off).map_err(|e| Error::io(path, "read", e))?;
+    if crc32c(&bytes) != post.index_crc {
+        return fail(post.index_off, post_at, "index checksum");
+    }
+    match Index::from_bytes(bytes, post.n_chunks as usize, post.n_trajs as usize, path) {
+        Ok(index) => Ok(Ok((post, index))),
+        Err(_) => fail(post.index_off, post_at, "index is shorter than its tables"),
+    }
+}
+
+impl Segment {
+    /// Opens a sealed segment by its index, an unsealed or damaged one by the sidecar that recovery left, or by a walk
+    /// over its records.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(|e| Error::io(path, "open", e))?;
+        let len = file.metadata().map_err(|e| Error::io(path, "stat", e))?.len();
+        let (header, schema) = read_head(&file, path)?;
+        let mut damage = Vec::new();
+        let sealed = path.extension().is_some_and(|e| e == "tkg");
+        if sealed {
+            match read_tail(&file, path, len, &header)? {
+                Ok((post, index)) => {
+                    let path = path.to_owned();
+                    let records_end = post.index_off;
+                    return Ok(Segment { path, file, len, header, schema, index, records_end, sealed, damage });
+                }
+                Err(d) => damage.push(d),
+            }
+        }
+        if let Some((index, records_end)) = crate::recover::read_sidecar(path, &header, len) {
+            return Ok(Segment {
+                path: path.to_owned(),
+                file,
+                len,
+                header,
+                schema,
+                index,
+                records_end,
+                sealed,
+                damage: Vec::new(),
+            });
+        }
+        let bounds = Bounds {
+            file: &file,
+            path,
+            header: &header,
+            sites: &schema.sites,
+            end: len.max(header.first_record()).min(len),
+            sealed: false,
+        };
+        let scan = bounds.scan()?;
+        damage.extend(scan.damage.into_iter().filter(|d| !d.torn_tail));
+        let (index, records_end) = (scan.builder.build(), scan.valid_end);
+        Ok(Segment { path: path.to_owned(), file, len, header, schema, index, records_end, sealed, damage })
+    }
+}

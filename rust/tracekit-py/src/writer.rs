@@ -1,0 +1,204 @@
+//! `_core.Writer`.
+use crate::convert::{f32_bytes, raise, Buffer};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::time::Duration;
+use tracekit_guidance::writer::{Begin, OnFull, Stats, Ticket};
+use tracekit_guidance::{Codes, Error, Options, Result, Schema, SiteRows, Status, Sync};
+
+type Rows<'py> = (Option<Bound<'py, PyAny>>, bool, Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
+
+struct Held {
+    codes: Option<Buffer<u8>>,
+    packed: bool,
+    scales: Buffer<u8>,
+    token_scale: Option<Buffer<f32>>,
+}
+
+impl Held {
+    fn get((codes, packed, scales, token_scale): &Rows<'_>) -> PyResult<Self> {
+        Ok(Held {
+            codes: codes.as_ref().map(|c| Buffer::get(c, "codes")).transpose()?,
+            packed: *packed,
+            scales: Buffer::get(scales, "scales")?,
+            token_scale: token_scale.as_ref().map(|t| Buffer::get(t, "token_scale")).transpose()?,
+        })
+    }
+
+    fn rows(&self) -> SiteRows<'_> {
+        let codes = match &self.codes {
+            None => Codes::None,
+            Some(c) if self.packed => Codes::Packed(c.slice()),
+            Some(c) => Codes::Unpacked(c.slice()),
+        };
+        let token_scale = self.token_scale.as_ref().map_or(&[][..], |t| f32_bytes(t.slice()));
+        SiteRows { codes, scales: self.scales.slice(), token_scale }
+    }
+}
+
+fn stats_dict(py: Python<'_>, s: Stats) -> PyResult<Bound<'_, PyDict>> {
+    let d = PyDict::new(py);
+    d.set_item("bytes", s.bytes)?;
+    d.set_item("trajectories", s.trajectories)?;
+    d.set_item("tokens", s.tokens)?;
+    d.set_item("dropped", s.dropped)?;
+    d.set_item("segments", s.segments)?;
+    d.set_item("queued", s.queued)?;
+    d.set_item("queued_peak", s.queued_peak)?;
+    d.set_item("stalls", s.stalls)?;
+    Ok(d)
+}
+
+/// A commit on its way to the disk.
+#[pyclass(frozen)]
+pub struct Commit(Ticket);
+
+#[pymethods]
+impl Commit {
+    /// Waits at most `timeout` seconds; True: committed, False: dropped with the queue full, None: not yet.
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<bool>> {
+        let timeout = timeout.map(|t| Duration::try_from_secs_f64(t.max(0.0)).unwrap_or(Duration::MAX / 4));
+        py.detach(|| self.0.wait(timeout)).map_err(|e| raise(py, e))
+    }
+}
+
+/// Writes a dataset's segments.
+#[pyclass(frozen)]
+pub struct Writer(Mutex<tracekit_guidance::Writer>, u32);
+
+impl Writer {
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        f: impl FnOnce(&mut tracekit_guidance::Writer) -> Result<T> + Send,
+    ) -> PyResult<T> {
+        if std::process::id() != self.1 {
+            let text = "a guidance writer cannot be used after a fork: open one in this process";
+            return Err(raise(py, Error::Failed(text.into())));
+        }
+        py.detach(|| match self.0.lock() {
+            Ok(mut w) => f(&mut w),
+            Err(_) => Err(Error::Failed("the guidance writer stopped in the middle of a write".into())),
+        })
+        .map_err(|e| raise(py, e))
+    }
+}
+
+#[pymethods]
+impl Writer {
+    #[new]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        dir: PathBuf,
+        schema: &[u8],
+        sync: &str,
+        roll_bytes: u64,
+        queue_bytes: usize,
+        on_full: &str,
+        threads: usize,
+    ) -> PyResult<Self> {
+        let on_full = match on_full {
+            "block" => OnFull::Block,
+            "drop" => OnFull::Drop,
+            "raise" => OnFull::Raise,
+            _ => return Err(PyValueError::new_err(format!("on_full '{on_full}': use block, drop or raise"))),
+        };
+        let sync = match sync {
+            "seal" => Sync::Seal,
+            "interval" => Sync::Interval,
+            "commit" => Sync::Commit,
+            _ => return Err(PyValueError::new_err(format!("sync '{sync}': use seal, interval or commit"))),
+        };
+        let schema = Schema::decode(schema).map_err(|e| raise(py, e))?;
+        let options = Options { sync, roll_bytes, queue_bytes, on_full, threads };
+        let writer = tracekit_guidance::Writer::new(&dir, schema, options).map_err(|e| raise(py, e))?;
+        let pid = writer.pid();
+        Ok(Writer(Mutex::new(writer), pid))
+    }
+
+    fn begin(
+        &self,
+        py: Python<'_>,
+        id: &str,
+        token_ids: &Bound<'_, PyAny>,
+        policy: i64,
+        prefix: Option<(String, u32)>,
+        part: (u16, u16),
+    ) -> PyResult<u64> {
+        let tokens = Buffer::<i64>::get(token_ids, "token_ids")?;
+        let prefix = prefix.as_ref().map(|(p, n)| (p.as_str(), *n));
+        let begin = Begin { id, token_ids: tokens.slice(), policy, prefix, part };
+        self.with(py, |w| w.begin(&begin))
+    }
+
+    fn append(&self, py: Python<'_>, handle: u64, site: usize, tok0: u32, ntok: usize, rows: Rows<'_>) -> PyResult<()> {
+        let held = Held::get(&rows)?;
+        let rows = held.rows();
+        self.with(py, |w| w.append(handle, site, tok0, &rows, ntok))
+    }
+
+    fn commit(&self, py: Python<'_>, handle: u64, status: &str, extra: &[u8]) -> PyResult<Commit> {
+        let status = Status::parse(status).map_err(|e| raise(py, e))?;
+        self.with(py, |w| w.commit(handle, status, extra)).map(Commit)
+    }
+
+    fn abandon(&self, py: Python<'_>, handle: u64) -> PyResult<()> {
+        self.with(py, |w| w.abandon(handle))
+    }
+
+    /// Begins, appends and commits many trajectories.
+    #[allow(clippy::too_many_arguments)]
+    fn append_batch(
+        &self,
+        py: Python<'_>,
+        ids: Vec<String>,
+        tokens: &Bound<'_, PyAny>,
+        offsets: &Bound<'_, PyAny>,
+        policies: &Bound<'_, PyAny>,
+        prefixes: Vec<Option<(String, u32)>>,
+        lengths: Vec<u32>,
+        sites: Vec<Rows<'_>>,
+        status: &str,
+    ) -> PyResult<()> {
+        let status = Status::parse(status).map_err(|e| raise(py, e))?;
+        let tokens = Buffer::<i64>::get(tokens, "token_ids")?;
+        let offsets = Buffer::<i64>::get(offsets, "offsets")?;
+        let policies = Buffer::<i64>::get(policies, "policy_version")?;
+        let n = ids.len();
+        if offsets.slice().len() != n + 1 || policies.slice().len() != n || prefixes.len() != n {
+            return Err(PyValueError::new_err("a batch needs one policy and one prefix an id, and one offset more"));
+        }
+        let mut begins = Vec::with_capacity(n);
+        for (i, id) in ids.iter().enumerate() {
+            let (a, b) = (offsets.slice()[i], offsets.slice()[i + 1]);
+            let range =
+                usize::try_from(a).ok().zip(usize::try_from(b).ok()).and_then(|(a, b)| tokens.slice().get(a..b));
+            let token_ids =
+                range.ok_or_else(|| PyValueError::new_err(format!("offsets {a}..{b} are outside token_ids")))?;
+            let prefix = prefixes[i].as_ref().map(|(p, n)| (p.as_str(), *n));
+            begins.push(Begin { id, token_ids, policy: policies.slice()[i], prefix, part: (0, 1) });
+        }
+        let held: Vec<Held> = sites.iter().map(Held::get).collect::<PyResult<_>>()?;
+        let rows: Vec<SiteRows> = held.iter().map(Held::rows).collect();
+        self.with(py, |w| w.append_batch(&begins, &lengths, &rows, status))
+    }
+
+    fn flush(&self, py: Python<'_>, sync: bool) -> PyResult<()> {
+        let tickets = self.with(py, |w| w.flush(sync))?;
+        py.detach(|| tickets.iter().try_for_each(|t| t.wait(None).map(drop))).map_err(|e| raise(py, e))
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.with(py, |w| Ok(w.stats()))?;
+        stats_dict(py, stats)
+    }
+
+    fn close<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.with(py, |w| w.close())?;
+        stats_dict(py, stats)
+    }
+}

@@ -1,0 +1,55 @@
+"""Every write, fsync and rename of a writer fails, is cut short or is the last thing its process does."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tracekit.guidance import open_dataset, recover
+from tracekit.guidance.pure import PureReader
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.skipif(not shutil.which("cc") or sys.platform != "linux", reason="needs a C compiler and LD_PRELOAD")
+def test_every_fault_at_every_call(tmp_path, store):
+    shim = tmp_path / "faults.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", shim, HERE / "faults.c", "-ldl"], check=True)
+    env = {**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, HERE / "faults_driver.py", tmp_path]
+    out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert out.returncode == 0, out.stderr
+    cases = [json.loads(line) for line in out.stdout.splitlines()]
+    reached = [c for c in cases if c[-1]]
+    assert len({(c, m) for c, m, *_ in reached}) == 12 and len(reached) > 60
+    want = {i: store.rows(np.random.default_rng(i), store.schema(), 20) for i in (0, 1, 2, 4, 9)}
+    for call, mode, n, folder, said, _ in reached:
+        where = (call, mode, n)
+        committed = [line[1] for line in said if line[0] == "committed"]
+        errors = [line[1] for line in said if line[0] == "error"]
+        assert not [line for line in said if line[0] == "crash"], (where, said)
+        if mode in ("enospc", "eio"):
+            assert errors and said[-1][0] == "end", (where, said)
+            assert any(w in errors[0] for w in ("No space", "Input/output")), (where, errors)
+        elif mode == "short":
+            assert not errors and len(committed) == 5, (where, said)
+        elif mode.startswith("kill"):
+            assert said == [] or said[-1][0] != "end", (where, said)
+        if not list(Path(folder).glob("*.tkg*")):
+            assert not committed, where
+            continue
+        if not committed and all(p.stat().st_size < 5000 for p in Path(folder).iterdir()):
+            continue  # it ended inside the header
+        for _ in range(2):
+            reader = open_dataset(folder)
+            ids = reader.ids()
+            assert {f"t{i}" for i in committed} <= set(ids), (where, committed, ids)
+            for t in ids:
+                store.check(reader.read_batch([t], token_ids=[np.arange(21)]), want[int(t[1:])], slice(None))
+            assert all(not r["interior"] for r in recover(folder)), where
+        assert PureReader(folder).ids() == ids

@@ -1,0 +1,110 @@
+"""Guided quantise-dequantise from packed codes against the PyTorch reference."""
+
+import pytest
+import torch
+
+from tracekit.errors import ConfigError
+from tracekit.kernels import guided_qdq, pack_low_bits
+from tracekit.numerics import guided_round, profile_info, quantize
+
+PROFILES = ["nvfp4-exact", "mxfp4-rceil", "kv-mx16"]
+
+
+def drifted(x, seed=1):
+    """A trainer's version of x: noise of several sizes, and rows that sit on the rollout's grid and its midpoints."""
+    g = torch.Generator().manual_seed(seed)
+    noise = torch.randn(x.shape, generator=g) * torch.logspace(-3, 0, x.shape[0])[:, None]
+    return (x.float() * (1 + noise)).to(x.dtype)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bits", range(5))
+@pytest.mark.parametrize("rounding", ["bracket", "bracket_open"])
+def test_equals_reference(device, profile, dtype, bits, rounding, hard_rows):
+    x = hard_rows(dtype=dtype)
+    for g in (torch.tensor(448.3) if bits % 2 else torch.rand(48, 1) * 300 + 1,):
+        q = quantize(x, profile, global_scale=g)
+        y = drifted(x)
+        on_grid = q.dequantize()
+        y[10:20] = on_grid[10:20]
+        y[20:30] = on_grid[20:30] * 1.125
+        y[30:35] = on_grid[30:35] * 0.75
+        scales = q.scales.clone()
+        scales[37, 1] = profile_info(profile).missing_scale
+        codes = q.codes & ((1 << bits) - 1)
+        want = guided_round(y, codes, scales, bits=bits, profile=profile, global_scale=g, rounding=rounding)
+        low = pack_low_bits(q.codes, bits).to(device) if bits else None
+        got = guided_qdq(
+            y.to(device),
+            low,
+            scales.to(device),
+            bits=bits,
+            profile=profile,
+            global_scale=g.to(device),
+            rounding=rounding,
+        )
+        assert got.dtype == dtype and torch.equal(got.cpu(), want)
+
+
+@pytest.mark.parametrize("bits", range(1, 5))
+@pytest.mark.parametrize("rounding", ["bracket", "bracket_open"])
+def test_every_cell_and_code(device, bits, rounding):
+    """All grid points, midpoints and class midpoints with one fp32 step either side, both signs, all 16 codes."""
+    at = torch.cat([torch.arange(0, 120) / 16, torch.arange(0, 50) / 7 + 1e-3])
+    inf = torch.tensor(float("inf"))
+    z = torch.cat([at, torch.nextafter(at, inf), torch.nextafter(at, -inf)])
+    z = torch.cat([z, -z])[:, None].expand(-1, 16).contiguous()
+    codes = torch.arange(16, dtype=torch.uint8).expand(z.shape[0], 16).contiguous()
+    scales = torch.full((z.shape[0], 1), 0x38, dtype=torch.uint8)
+    args = dict(bits=bits, profile="nvfp4-exact", global_scale=1.0, rounding=rounding)
+    want = guided_round(z, codes & ((1 << bits) - 1), scales, **args)
+    got = guided_qdq(z.to(device), pack_low_bits(codes, bits).to(device), scales.to(device), **args)
+    assert torch.equal(got.cpu(), want)
+
+
+def test_backward_is_straight_through(device):
+    x = torch.randn(4, 32, device=device, requires_grad=True)
+    q = quantize(x, "nvfp4-exact", amax=4.0)
+    low = pack_low_bits(q.codes, 1)
+    weight = torch.randn(4, 32, device=device)
+    out = guided_qdq(x * 2, low, q.scales, bits=1, profile="nvfp4-exact", global_scale=q.global_scale)
+    (out * weight).sum().backward()
+    assert torch.equal(x.grad, 2 * weight)
+
+
+def test_meta_schema_and_autograd(device):
+    x = torch.randn(4, 32, device=device, requires_grad=True)
+    q = quantize(x, "nvfp4-exact", amax=4.0)
+    args = (x, pack_low_bits(q.codes, 1), q.scales, q.global_scale, 1, "nvfp4-exact", False)
+    torch.library.opcheck(
+        torch.ops.tracekit.guided_qdq, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )
+
+
+def test_activation_checkpointing_recomputes_the_same(device):
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.randn(4, 32, device=device, requires_grad=True)
+    q = quantize(x, "nvfp4-exact", amax=4.0)
+    low = pack_low_bits(q.codes, 1)
+
+    def layer(h):
+        return guided_qdq(h * 1.01, low, q.scales, bits=1, profile="nvfp4-exact", global_scale=q.global_scale).square()
+
+    plain = torch.autograd.grad(layer(x).sum(), x)[0]
+    again = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False).sum(), x)[0]
+    assert torch.equal(plain, again)
+
+
+def test_refuses_wrong_shapes(device):
+    x = torch.randn(2, 32, device=device)
+    q = quantize(x, "nvfp4-exact", amax=4.0)
+    low = pack_low_bits(q.codes, 1)
+    args = dict(profile="nvfp4-exact", global_scale=q.global_scale)
+    with pytest.raises(ConfigError, match="packed codes"):
+        guided_qdq(x, low, q.scales, bits=2, **args)
+    with pytest.raises(ConfigError, match="scales"):
+        guided_qdq(x, low, q.scales[:, :1], bits=1, **args)
+    with pytest.raises(ConfigError, match="rounding"):
+        guided_qdq(x, low, q.scales, bits=1, rounding="up", **args)
