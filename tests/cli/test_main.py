@@ -142,6 +142,11 @@ def test_dry_run_shows_values_sources_plan_and_sizes_and_trains_nothing(run, tmp
     assert [entry.name for entry in tmp_path.iterdir()] == ["mine.toml"]
 
 
+def test_dry_run_says_what_an_encoding_saves(run):
+    text = run("train", "--dry-run", "--guidance.encoding", "compact", "--model.dim", "256").stdout
+    assert re.search(r"encoding +3 of 9 sites are wide enough for compact: 192 B per token", text), text
+
+
 def tracekit_layers():
     from tracekit.config import Config
 

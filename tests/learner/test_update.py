@@ -7,10 +7,11 @@ import pytest
 import torch
 from loop_fixtures import build, gradients, opened
 
+from tracekit import numerics
 from tracekit.errors import DataError
 from tracekit.guidance import open_dataset
 from tracekit.learner.gaps import SiteGaps
-from tracekit.learner.guide import SiteRecord, guided
+from tracekit.learner.guide import SiteRecord, guided, quantize_site
 from tracekit.learner.loop import trim_histograms
 from tracekit.learner.reference import Reference
 from tracekit.objectives.metrics import Metrics
@@ -312,3 +313,43 @@ def test_gaps_count_real_tokens_alone():
     assert found["mismatch/by_layer/3/k/scales_differ_frac"] == 1 / 2
     norm = float(own[:2].double().norm())
     assert found["mismatch/by_layer/3/k/rel_diff"] == pytest.approx(float(own[0].double().norm()) / norm)
+
+
+# -- encodings that the learner completes
+
+WIDE = ("--model.dim", "256", "--model.head-dim", "128", "--log.by-layer")
+
+
+@pytest.mark.parametrize("encoding", ["compact", "low2", "rm15"])
+def test_an_encoding_gives_the_learner_what_lossless_does(tmp_path, encoding):
+    """Wide enough rows are stored without what the learner's activations restore; its forward is the same but for
+    rows that fail their check, which are counted and rounded by the learner's own scale."""
+    whole, less = (build(tmp_path / e, *WIDE, "--guidance.encoding", e) for e in ("lossless", encoding))
+    expected, found = (b.loop.experience(b.loop.sampler.fill(draws(b), 1), 1) for b in (whole, less))
+    assert found[0].reader.site("layers.0.moe_input").encoding == encoding
+    if encoding == "rm15":  # the others gain where scales compress badly, which an untrained model's do not
+        assert less.loop.sampler.guidance_bytes < whole.loop.sampler.guidance_bytes
+    metrics = found[1]
+    assert 0 <= metrics["guidance/rows_fallback_frac"] < 0.02
+    assert "guidance/rows_fallback_frac" not in expected[1]
+    a, b = (x.tokens.values["logp_old"] for x, _ in (expected, found))
+    assert np.abs(a - b).mean() < 0.02 * np.abs(a - expected[0].rollouts.logp_mu).mean() + 1e-6
+
+
+def test_a_row_that_fails_its_check_is_rounded_by_the_learner(tmp_path):
+    built = build(tmp_path, *WIDE, "--guidance.encoding", "compact")
+    x = opened(built)
+    update = built.loop.update
+    batch = next(iter(update.batches(x.rollouts, x.advantages, np.arange(16))))
+    guide = update.guide(batch, x)
+    site = "layers.0.moe_input"
+    record = guide.records[site]
+    record.stored.checks[:] ^= 0x5A5A  # every row of the site
+    values = torch.randn(record.total, 256)
+    with guided(guide):
+        guide.decoded = {}
+        out = quantize_site(site, values)
+        assert guide.decoded["rows_fallback"] > 0.9 * guide.decoded["rows"] > 0
+    own = numerics.fake_quantize(values, "nvfp4-exact", global_scale=record.global_scale)
+    given_up = guide.decoded["rows_fallback"] / guide.decoded["rows"]
+    assert (out[record.at] == own[record.at]).all(1).double().mean() >= given_up

@@ -8,6 +8,7 @@ from tracekit import config as tk
 from tracekit.config import fields
 from tracekit.config.dump import toml_value
 from tracekit.config.plan import Site
+from tracekit.guidance import SiteSpec
 from tracekit.tasks import CharTokenizer, check_fits, load_task
 
 
@@ -79,6 +80,7 @@ def _guidance(config: tk.Config) -> list[str]:
         f"  sites            {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}",
         f"  per token        {per_token} B for {values} values, {8 * per_token / values:.2f} bit a value, before "
         "the scales are compressed",
+        *_encoded(config, sites),
         f"  per step         {_size(likely * per_token)} if responses are as long as answers ({answer:.1f} tokens), at "
         f"most {_size(most * per_token)}",
         f"                   {rollout.prompts_per_step} prompts of {prompt:.1f} tokens once each, {responses} "
@@ -86,6 +88,21 @@ def _guidance(config: tk.Config) -> list[str]:
         f"  on disk          {_kept(config, most * per_token)}",
     ]
     return lines
+
+
+def _encoded(config: tk.Config, sites: list[Site]) -> list[str]:
+    """What an encoding other than lossless saves; rows that are too narrow to gain stay lossless."""
+    encoding = config.guidance.encoding
+    if encoding == "lossless":
+        return []
+    specs = [
+        SiteSpec(name=s.name, planes=s.planes, width=s.width, profile=s.profile, block=s.block, bits=s.bits)
+        for s in sites
+    ]
+    stored = [spec.resolve(encoding) for spec in specs]
+    size = sum(s.planes * (s.stored_code_row + s.stored_scale_row + 2 * s.n_checks) for s in stored)
+    gain = sum(s.encoding != "lossless" for s in stored)
+    return [f"  encoding         {gain} of {len(stored)} sites are wide enough for {encoding}: {size} B per token"]
 
 
 def _lengths(config: tk.Config) -> tuple[float, float]:

@@ -109,8 +109,9 @@ class GuidanceConfig:
     """What is recorded of each layer: moe_input, k, v."""
     rounding: Literal["bracket", "bracket_open"] = "bracket"
     """What on-grid and saturated values do: stay, or move to the neighbour on the record's side."""
-    encoding: Literal["lossless"] = "lossless"
-    """How a segment stores the record."""
+    encoding: Literal["lossless", "compact", "low2", "rm15"] = "lossless"
+    """How a segment stores the record: the others leave out what the learner's own activations can restore. Rows too
+    narrow to gain stay `lossless`; `rm15` needs one bit a code and is `compact` for more."""
     keep_steps: int = 2
     """Steps whose guidance stays on disk after the learner is done with it; -1 keeps all."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tracekit import numerics
+from tracekit.guidance import BatchRecord, decode
 from tracekit.learner.gaps import SiteGaps
 
 _active = threading.local()
@@ -30,6 +31,37 @@ class SiteRecord:
 
 
 @dataclass(kw_only=True, slots=True)
+class EncodedRecord:
+    """A record whose codes or scales need the learner's own activations: encodings `compact`, `low2` and `rm15`.
+
+    `stored` holds the rows of the tokens `at` int64 [N], out of `total` flattened tokens.
+    """
+
+    stored: BatchRecord
+    at: torch.Tensor
+    total: int
+    global_scale: torch.Tensor
+
+    @torch.no_grad()
+    def decode(self, x: torch.Tensor, stats: dict[str, int] | None) -> SiteRecord:
+        """The sampler's rounding, from `x` [T, planes, K]. A row that fails its check has no record; `stats` counts."""
+        codes, scales, _ = decode(x.detach()[self.at], self.stored, stats=stats)
+        return SiteRecord(
+            codes=None if codes is None else spread(codes, self.at, self.total),
+            scales=spread(scales, self.at, self.total),
+            bits=self.stored.site.bits,
+            global_scale=self.global_scale,
+        )
+
+
+def spread(rows: torch.Tensor, at: torch.Tensor, total: int) -> torch.Tensor:
+    """`rows` [N, ...] at their places `at` of [total, ...]; zeros elsewhere."""
+    out = torch.zeros(total, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
+    out[at] = rows
+    return out
+
+
+@dataclass(kw_only=True, slots=True)
 class Guide:
     """Rounding of one microbatch: profiles, static scales, records and routes."""
 
@@ -38,7 +70,7 @@ class Guide:
     static_scales: dict[str, torch.Tensor] | None
     """Encode scale of each site; None takes one from each token."""
     rounding: str = "bracket"
-    records: dict[str, SiteRecord] = field(default_factory=dict)
+    records: dict[str, SiteRecord | EncodedRecord] = field(default_factory=dict)
     routes: torch.Tensor | None = None
     """Expert ids to replay, [layers, T, top_k] int64; None routes anew."""
     real: torch.Tensor | None = None
@@ -47,6 +79,8 @@ class Guide:
     """Where calibration collects the largest magnitude of each site; None outside calibration."""
     flips: dict[str, torch.Tensor] | None = None
     """Where the share of values that the record moved off nearest rounding is collected; None does not measure."""
+    decoded: dict[str, int] | None = None
+    """Where rows that were decoded, repaired and given up are counted; None does not count."""
     gaps: SiteGaps | None = None
     """Where the distance between recorded and own rounding is collected; None does not measure."""
 
@@ -98,6 +132,8 @@ def quantize_site(site: str, x: torch.Tensor) -> torch.Tensor:
         return numerics.fake_quantize(planes, profile, global_scale=guide.global_scale(site, planes, profile)).view_as(
             x
         )
+    if isinstance(record, EncodedRecord):
+        record = record.decode(planes, guide.decoded)
     out = numerics.guided_round(
         planes,
         record.codes,

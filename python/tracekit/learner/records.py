@@ -7,7 +7,7 @@ import torch
 
 from tracekit.errors import DataError
 from tracekit.guidance import GuidanceReader
-from tracekit.learner.guide import SiteRecord
+from tracekit.learner.guide import EncodedRecord, SiteRecord, spread
 from tracekit.learner.packing import Microbatch
 from tracekit.rollout.protocol import Rollouts
 
@@ -29,7 +29,7 @@ def runs_of(token_uid: np.ndarray) -> list[tuple[int, int, int, int]]:
 
 def load_records(
     reader: GuidanceReader, batch: Microbatch, rollouts: Rollouts, sites: list[str]
-) -> dict[str, SiteRecord]:
+) -> dict[str, SiteRecord | EncodedRecord]:
     """The records of every token in `batch`, addressed by `token_uid` and checked against its token ids.
 
     Raises DataError for a missing trajectory or for tokens that are not those the record was made of.
@@ -50,24 +50,21 @@ def load_records(
     total = len(uid)
 
     def scatter(a: np.ndarray | None) -> torch.Tensor | None:
-        if a is None:
-            return None
-        t = torch.from_numpy(a).to(device)
-        out = torch.zeros(total, *t.shape[1:], dtype=t.dtype, device=device)
-        out[index] = t
-        return out
+        return None if a is None else spread(torch.from_numpy(a).to(device), index, total)
 
     records = {}
     for site in sites:
-        codes, scales, token_scale = read[site]
-        spec = reader.site(site)
-        if token_scale is None:
+        stored, spec = read[site], reader.site(site)
+        if stored.token_scale is None:
             global_scale = torch.tensor(spec.global_scale, device=device)
         else:
-            global_scale = _positive(scatter(token_scale))[:, None, None]
-        records[site] = SiteRecord(
-            codes=scatter(codes), scales=scatter(scales), bits=spec.bits, global_scale=global_scale
-        )
+            global_scale = _positive(scatter(stored.token_scale))[:, None, None]
+        if stored.checks is not None:
+            records[site] = EncodedRecord(stored=stored, at=index, total=total, global_scale=global_scale)
+        else:
+            records[site] = SiteRecord(
+                codes=scatter(stored.codes), scales=scatter(stored.scales), bits=spec.bits, global_scale=global_scale
+            )
     return records
 
 

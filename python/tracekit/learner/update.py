@@ -154,10 +154,12 @@ class Update:
         reference and a critic say. Returns metrics of what guidance changed."""
         temperature = self.config.rollout.temperature
         flips: dict[str, float] = {}
+        decoded: dict[str, int] = {}
         gaps = SiteGaps() if self.config.log.by_layer else None
         for batch in self.batches(x.rollouts, np.zeros(len(x.rewards), np.float32), np.arange(len(x.rewards))):
             guide = self.guide(batch, x)
             guide.flips = {} if not flips and guide.records else None
+            guide.decoded = decoded
             if gaps is not None:
                 gaps.real, guide.gaps = (batch.token_uid >= 0).reshape(-1), gaps
             with self.timer.section("logp_old"):
@@ -167,13 +169,15 @@ class Update:
                 x.tokens.put("logp_old", batch, said.logp)
             if guide.flips:
                 flips = {"guidance/flip_rate": float(torch.stack(list(guide.flips.values())).mean())}
-            guide.flips = guide.gaps = None
+            guide.flips = guide.gaps = guide.decoded = None
             if self.reference is not None:
                 with self.timer.section("logp_ref"):
                     x.tokens.put("logp_ref", batch, self.reference.logp(batch, guide, temperature=temperature)[0])
             if self.critic is not None:
                 with self.timer.section("critic"):
                     x.tokens.put("values", batch, self.critic.values(batch, hidden))
+        if rows := decoded.pop("rows", 0):
+            flips |= {f"guidance/{name}_frac": count / rows for name, count in decoded.items()}
         return flips | (gaps.metrics() if gaps is not None else {})
 
     def advantages(self, x: Experience) -> None:
