@@ -46,11 +46,14 @@ class StepLog:
         tty: bool | None = None,
     ) -> None:
         self._stream = sys.stdout if stream is None else stream
+        self._path = metrics
         self._metrics = open(metrics, "a") if metrics else None  # noqa: SIM115 (closed by close)
         self._text = open(text, "a") if text else None  # noqa: SIM115
         self._total_steps = total_steps
         self._lines = 0
         self._times: dict[str, float] = defaultdict(float)
+        for line in self.recorded():  # a resumed run's table is about all of its steps
+            self._add_times(line)
         self._bar = _Bar(self._stream) if (self._stream.isatty() if tty is None else tty) else None
         self._steps_task: Any = None
 
@@ -58,9 +61,7 @@ class StepLog:
         """Record step `step` (from 1). Values are numbers or one-element tensors."""
         values = {key: _plain(value) for key, value in metrics.items()}
         self._record({"step": step, "time": round(time.time(), 3), **values})
-        for key, value in values.items():
-            if key.startswith("time/") and isinstance(value, int | float):
-                self._times[key] += value
+        self._add_times(values)
         if self._lines % HEADER_EVERY == 0:
             self._print(_header())
         self._lines += 1
@@ -116,8 +117,22 @@ class StepLog:
         self.event("final", {"rows": cells, "times": {key: round(spent, 3) for key, spent in times.items()}})
 
     def times(self) -> dict[str, float]:
-        """Seconds under each `time/*` metric, over all steps of this process."""
+        """Seconds under each `time/*` metric, over all steps of the run."""
         return dict(self._times)
+
+    def recorded(self) -> Iterator[dict[str, Any]]:
+        """The metrics of each step of the run, those before a resume too, as metrics.jsonl has them."""
+        if self._path is None:
+            return
+        for line in self._path.read_text().splitlines():
+            values = json.loads(line)
+            if "event" not in values:
+                yield values
+
+    def _add_times(self, values: Mapping[str, Any]) -> None:
+        for key, value in values.items():
+            if key.startswith("time/") and isinstance(value, int | float):
+                self._times[key] += value
 
     def close(self) -> None:
         """Stop the progress bar and close the files."""

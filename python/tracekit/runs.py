@@ -170,7 +170,8 @@ class RunFolder:
                 target.unlink(missing_ok=True)
 
     def _enter(self, config: Config) -> None:
-        if changed := differing_keys(self._resolved(), config):
+        before = self._resolved()
+        if changed := differing_keys(before, config):
             raise ConfigError(
                 f"{self.path} was started with another {', '.join(changed)}; resume it with the same, "
                 "or start over with --clean or another name"
@@ -178,6 +179,11 @@ class RunFolder:
         self.resumed_from = self.latest_complete()
         if self.resumed_from is None:
             raise DataError(f"{self.path} has no complete checkpoint to resume from; start over with --clean")
+        if before.get("steps") not in (None, config.steps):
+            self.notes.append(
+                f"steps = {config.steps} instead of {before['steps']}: the learning rate's schedule is now that of "
+                f"{config.steps} steps"
+            )
         self._set_aside_newer(self.resumed_from)
         self._trim_metrics(int(self.resumed_from.name.removeprefix("step_")))
 

@@ -86,6 +86,17 @@ def test_the_final_table_has_before_after_and_where_the_time_went(tmp_path):
     assert last["times"] == {"time/step": 4.0, "time/rollout": 3.0, "time/learner": 0.8}
 
 
+def test_a_resumed_run_counts_the_steps_before_it(tmp_path):
+    for step in (1, 2):
+        out = io.StringIO()
+        with StepLog(tmp_path / "metrics.jsonl", stream=out) as log:
+            log.step(step, {"time/step": 2.0, "time/rollout": 1.5, "reward/mean": step})
+            log.event("eval", {"eval/accuracy": 0.5})
+            assert [line["reward/mean"] for line in log.recorded()] == list(range(1, step + 1))
+            log.final([])
+    assert "went, 4.0 s" in out.getvalue()
+
+
 def test_a_phase_that_fails_says_how_far_it_came():
     out = io.StringIO()
     with pytest.raises(ValueError, match="boom"), StepLog(stream=out) as log, log.phase("evaluation", 10) as phase:

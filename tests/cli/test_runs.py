@@ -130,6 +130,13 @@ def test_resume_allows_what_does_not_change_training(tmp_path, overrides):
     assert start(tmp_path, resume=True, overrides=overrides).resumed_from
 
 
+def test_resume_says_that_other_steps_change_the_schedule(tmp_path):
+    checkpoint(start(tmp_path), 5)
+    assert start(tmp_path, resume=True).notes == []
+    assert "steps = 99 instead of" in start(tmp_path, resume=True, overrides={"steps": 99}).notes[0]
+    assert start(tmp_path, resume=True, overrides={"steps": 99}).notes == []
+
+
 def test_resume_refuses_what_changes_training(tmp_path):
     checkpoint(start(tmp_path), 5)
     changed = {"optim.lr": 1.0, "task.params": {"max_terms": 3}, "steps": 99}

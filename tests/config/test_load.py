@@ -34,6 +34,17 @@ def test_later_files_win_lists_replace_and_tables_merge(tmp_path):
     }
 
 
+def test_another_task_does_not_inherit_the_parameters_of_the_last(tmp_path):
+    first = write(tmp_path / "a.toml", "[task]\nname = 'chain_sum'\n[task.params]\nmin_terms = 3\n")
+    same = tk.load([first], ["--task.name", "chain_sum", "--task.params.max_terms", "4"])
+    assert same.task.params == {"min_terms": 3, "max_terms": 4}
+    for flags in (["--task.name", "gcd", "--task.params.a", "1"], ["--task.params.a", "1", "--task.name", "gcd"]):
+        other = tk.load_with_sources([first], flags)
+        assert other.config.task.params == {"a": 1} and "task.params.min_terms" not in other.sources
+    second = write(tmp_path / "b.toml", "[task.params]\nb = 2\n")
+    assert tk.load([first, second], ["--task.name", "gcd"]).task.params == {}
+
+
 def test_a_value_equal_to_its_default_has_no_source(tmp_path):
     path = write(tmp_path / "a.toml", f"seed = {tk.Config().seed}\n")
     assert tk.load_with_sources([path]).sources == {}

@@ -140,8 +140,22 @@ def _set(values: dict, sources: dict, key: str, value: Any, where: str, source: 
         raise ConfigError(f"{key} = {value!r} {where}: {problem}") from None
     if leaf.is_dict:
         _merge_into(values, sources, key, typed, source)
-    else:
-        values[key], sources[key] = typed, source
+        return
+    if key == "task.name" and typed != values.get(key, leaf.default):
+        _forget(values, sources, "task.params", source)
+    values[key], sources[key] = typed, source
+
+
+def _forget(values: dict, sources: dict, table: str, source: str) -> None:
+    """Drop what earlier files set in the free-form `table`: another task does not know the parameters of the last."""
+
+    def layer(origin: str) -> str:
+        return "flags" if origin.startswith("--") else origin
+
+    foreign = [key for key in sources if key.startswith(f"{table}.") and layer(sources[key]) != layer(source)]
+    for key in foreign:
+        del sources[key]
+        values[table].pop(key.removeprefix(f"{table}.").partition(".")[0], None)
 
 
 def _is_empty_table(key: str, value: Any) -> bool:

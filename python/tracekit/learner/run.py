@@ -22,6 +22,11 @@ from tracekit.runs import RunFolder, check_complete, write_complete
 from tracekit.tasks import CharTokenizer, PromptSampler, check_fits, load_task
 
 CALIBRATION_PROBLEMS = 256
+MEANS = {
+    "mean |logp_old - logp_mu|": "mismatch/logprob_abs_diff_mean",
+    "guidance bytes per token": "guidance/bytes_per_token",
+}
+"""Rows of the final table that are means over the steps."""
 
 
 def train(config: Config, run: RunFolder, resume: bool, log: StepLog) -> int:
@@ -78,14 +83,13 @@ def train(config: Config, run: RunFolder, resume: bool, log: StepLog) -> int:
         log.event("eval", {"eval/accuracy": state.before["accuracy"]}, step=0)
     if state.step >= config.steps:
         log.note(f"nothing left to do: the run is at step {state.step}, steps = {config.steps}")
-    mismatch, per_token = _steps(config, log, loop, sampler, checkpoints)
+    _steps(config, log, loop, sampler, checkpoints)
     after = loop.evaluate()
     log.event("eval", {"eval/accuracy": after}, step=state.step)
     rows = [("held-out accuracy, greedy", f"{state.before['accuracy']:.1%}", f"{after:.1%}")]
-    if mismatch:
-        rows.append(("mean |logp_old - logp_mu|", float(np.mean(mismatch))))
-    if per_token:
-        rows.append(("guidance bytes per token", float(np.mean(per_token))))
+    for label, key in MEANS.items():
+        if values := [line[key] for line in log.recorded() if line.get(key) is not None]:
+            rows.append((label, float(np.mean(values))))
     rows.append(("peak memory, MiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024))
     log.final(rows)
     return 0
@@ -121,10 +125,9 @@ def _prepare(config, run, learner, task, tokenizer, state, log) -> None:
         state.static_scales = {site: float(g) for site, g in static_scales(amax, config.quant.headroom).items()}
 
 
-def _steps(config, log, loop, sampler, checkpoints) -> tuple[list[float], list[float]]:
-    """Run the steps that are left. Returns the mismatch and the guidance bytes per token of each."""
+def _steps(config, log, loop, sampler, checkpoints) -> None:
+    """Run the steps that are left."""
     state = loop.state
-    mismatch, per_token = [], []
     with Interrupt() as interrupt:
         for step in range(state.step + 1, config.steps + 1):
             metrics = loop.step(lambda count: [loop.task.train[i] for i in sampler.next(count)], step)
@@ -132,11 +135,7 @@ def _steps(config, log, loop, sampler, checkpoints) -> tuple[list[float], list[f
             if config.log.eval_interval and step % config.log.eval_interval == 0:
                 metrics["eval/accuracy"] = loop.evaluate()
             log.step(step, metrics)
-            mismatch.append(metrics["mismatch/logprob_abs_diff_mean"])
-            if "guidance/bytes_per_token" in metrics:
-                per_token.append(metrics["guidance/bytes_per_token"])
             if interrupt.requested or step == config.steps or step % config.checkpoint.interval == 0:
                 checkpoints.save(step)
             if interrupt.requested:
                 raise KeyboardInterrupt
-    return mismatch, per_token
