@@ -1,4 +1,4 @@
-"""`tracekit train --dry-run`: what a configuration would do, without torch and without training."""
+"""`tracekit train --dry-run`: what a configuration would do, without a model and without training."""
 
 from __future__ import annotations
 

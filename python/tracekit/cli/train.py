@@ -41,23 +41,32 @@ def run(words: Sequence[str], context: Context) -> int:
     loaded = tk.load_with_sources(paths or [tk.quickstart()], overrides)
     tk.validate(loaded.config)
     if "--dry-run" in flags:
-        if loaded.config.algo.knobs:
-            _check_objective(loaded.config)
+        notes = _check_objective(loaded)
         from tracekit.cli.dry_run import describe
 
-        print(describe(loaded))
+        print("\n".join([describe(loaded), *([""] if notes else []), *notes]))
         return 0
     RunFolder.check(loaded.config, resume="--resume" in flags, clean="--clean" in flags)
     _check_task(loaded.config)
-    _check_objective(loaded.config)
-    return _train(loaded, "--resume" in flags, "--clean" in flags, words, context)
+    notes = _check_objective(loaded)
+    return _train(loaded, "--resume" in flags, "--clean" in flags, words, context, notes)
 
 
-def _check_objective(config: tk.Config) -> None:
-    """Refuse knobs and combinations that the objective does not know, before a folder is made. Imports torch."""
-    from tracekit.objectives import from_config
+def _check_objective(loaded: tk.Loaded) -> list[str]:
+    """Refuse knobs and combinations that the objective does not know, before a folder is made. Imports torch.
 
-    from_config(config.algo, config.rollout)
+    Returns a line for the [algo] keys that were set and that the chosen method does not read.
+    """
+    from tracekit.objectives import from_config, unused_keys
+
+    algo = loaded.config.algo
+    from_config(algo, loaded.config.rollout)
+    given = [key.removeprefix("algo.") for key in loaded.sources if key.startswith("algo.")]
+    unread = unused_keys(algo, given)
+    if not unread:
+        return []
+    where = ", ".join(f"algo.{key} ({loaded.sources[f'algo.{key}']})" for key in unread)
+    return [f"not read by {algo.name} with correction {algo.correction}: {where}"]
 
 
 def _check_task(config: tk.Config) -> None:
@@ -68,7 +77,9 @@ def _check_task(config: tk.Config) -> None:
     check_fits(task, CharTokenizer.for_task(task), config)
 
 
-def _train(loaded: tk.Loaded, resume: bool, clean: bool, words: Sequence[str], context: Context) -> int:
+def _train(
+    loaded: tk.Loaded, resume: bool, clean: bool, words: Sequence[str], context: Context, notes: list[str]
+) -> int:
     from tracekit.log import StepLog
 
     config = loaded.config
@@ -80,7 +91,7 @@ def _train(loaded: tk.Loaded, resume: bool, clean: bool, words: Sequence[str], c
     signal.signal(signal.SIGTERM, _interrupt)  # schedulers end jobs with it: leave as for Ctrl-C, with a checkpoint
     try:
         with StepLog(run.metrics, run.log_file, total_steps=config.steps) as log:
-            for note in run.notes:
+            for note in [*notes, *run.notes]:
                 log.note(note)
             where = f", resumed from {run.resumed_from.name}" if run.resumed_from else ""
             log.note(f"run {run.path}{where}")

@@ -7,7 +7,7 @@ out.loss.backward()
 
 from tracekit.objectives.advantages import compute_advantages, group_advantages
 from tracekit.objectives.batch import LossBatch, LossOutput, StepTotals
-from tracekit.objectives.factory import from_config, policy_loss
+from tracekit.objectives.factory import from_config, policy_loss, unused_keys
 from tracekit.objectives.metrics import Metrics
 from tracekit.objectives.objective import Objective, with_totals
 from tracekit.objectives.registry import CORRECTIONS, LOSSES
@@ -27,6 +27,7 @@ __all__ = [
     "from_config",
     "group_advantages",
     "policy_loss",
+    "unused_keys",
     "validate",
     "with_totals",
 ]

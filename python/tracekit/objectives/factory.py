@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -57,6 +57,27 @@ def config_knobs(algo: Any, rollout_config: Mapping[str, Any] | Any = None) -> d
     if mode == "seq-mean-token-sum-norm" and longest is not None:
         knobs.setdefault("loss_max_length", longest)
     return knobs
+
+
+_OF_CRITIC = ("critic", "critic_lr", "vf_coef", "value_clip", "gae_gamma", "gae_lambda")
+
+
+def unused_keys(algo: Any, keys: Iterable[str]) -> list[str]:
+    """Those of `keys` (names of fields of the `[algo]` table that somebody set) which its method does not read.
+
+    Not an error: one configuration may serve several methods. Silence would be worse, since a bound that is not there
+    looks like one that never binds.
+    """
+    loss, correction = loss_class(algo.name), correction_class(algo.correction.partition(":")[0])
+    own = {*knob_names(loss.Knobs), *knob_names(correction.Knobs), *knob_names(CommonKnobs)}
+    owners = [loss_class(n).Knobs for n in LOSSES] + [correction_class(n).Knobs for n in CORRECTIONS]
+    unread = {knob for owner in owners for knob in knob_names(owner)} - own
+    advantage = algo.advantage or loss.advantage
+    if advantage != "gae":
+        unread.update(_OF_CRITIC)
+    if advantage != "grpo":
+        unread.add("adv_std")
+    return [key for key in keys if key in unread]
 
 
 def _check_table(method: str, table: Mapping[str, Any]) -> None:
