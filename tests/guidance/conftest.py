@@ -21,6 +21,13 @@ def make_schema(**user):
     )
 
 
+def make_wide_schema():
+    """Chunks of a few tokens are large enough to be written from where they are."""
+    schema = make_schema()
+    schema.sites.insert(1, SiteSpec(name="layers.0.moe_wide", width=65536))
+    return schema
+
+
 def make_rows(rng, schema, n):
     """`{site: (codes [n, planes, K] | None, scales, token_scale | None)}` with skewed scales, as real ones are."""
     rows = {}
@@ -57,4 +64,4 @@ def assert_rows(got, want, at):
 
 @pytest.fixture(name="store")
 def store_helpers():
-    return SimpleNamespace(schema=make_schema, rows=make_rows, dataset=make_dataset, check=assert_rows)
+    return SimpleNamespace(schema=make_schema, wide_schema=make_wide_schema, rows=make_rows, dataset=make_dataset, check=assert_rows)

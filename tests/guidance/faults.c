@@ -1,4 +1,4 @@
-/* Makes the n-th write, fsync or rename of a guidance file fail, stop half-way or kill the process. */
+/* Makes the n-th write, fsync, close or rename of a guidance file fail, stop half-way or kill the process. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -7,10 +7,11 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/types.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 enum { NONE, ENOSPC_, EIO_, SHORT_, KILL_BEFORE, KILL_HALF, KILL_AFTER };
-enum { WRITE, SYNC, RENAME };
+enum { WRITE, SYNC, RENAME, CLOSE };
 static int call_, mode_;
 static long left_ = -1;
 
@@ -47,6 +48,34 @@ ssize_t write(int fd, const void *buf, size_t n) {
     return r;
 }
 
+/* The first n bytes of a vector. */
+static ssize_t front(ssize_t (*real)(int, const struct iovec *, int), int fd, const struct iovec *v, int count, size_t n) {
+    struct iovec part[1024];
+    int used = 0;
+    for (; used < count && used < 1024 && n > 0; used++) {
+        part[used] = v[used];
+        if (part[used].iov_len > n) part[used].iov_len = n;
+        n -= part[used].iov_len;
+    }
+    return real(fd, part, used);
+}
+
+ssize_t writev(int fd, const struct iovec *v, int count) {
+    static ssize_t (*real)(int, const struct iovec *, int);
+    if (!real) real = dlsym(RTLD_NEXT, "writev");
+    int mode = left_ >= 0 && guidance(fd) ? hit(WRITE) : NONE;
+    size_t n = 0;
+    for (int i = 0; i < count; i++) n += v[i].iov_len;
+    if (mode == ENOSPC_) { front(real, fd, v, count, n / 2); errno = ENOSPC; return -1; }
+    if (mode == EIO_) { errno = EIO; return -1; }
+    if (mode == SHORT_) return front(real, fd, v, count, n > 1 ? n / 2 : n);
+    if (mode == KILL_BEFORE) die();
+    if (mode == KILL_HALF) { front(real, fd, v, count, n / 2); die(); }
+    ssize_t r = real(fd, v, count);
+    if (mode == KILL_AFTER) die();
+    return r;
+}
+
 static int sync_(int fd, const char *name) {
     int (*real)(int) = dlsym(RTLD_NEXT, name);
     int mode = left_ >= 0 ? hit(SYNC) : NONE;
@@ -67,5 +96,16 @@ int rename(const char *a, const char *b) {
     if (mode == KILL_BEFORE) die();
     int r = real(a, b);
     if (mode == KILL_AFTER) die();
+    return r;
+}
+
+int close(int fd) {
+    static int (*real)(int);
+    if (!real) real = dlsym(RTLD_NEXT, "close");
+    int mode = left_ >= 0 && guidance(fd) ? hit(CLOSE) : NONE;
+    if (mode == KILL_BEFORE) die();
+    int r = real(fd);
+    if (mode == EIO_) { errno = EIO; return -1; }
+    if (mode == ENOSPC_) { errno = ENOSPC; return -1; }
     return r;
 }

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from conftest import make_rows, make_schema
+from conftest import make_rows, make_wide_schema
 
 from tracekit.errors import DataError
 from tracekit.guidance import GuidanceWriter
@@ -15,13 +15,13 @@ from tracekit.guidance import GuidanceWriter
 SHIM = ctypes.CDLL(os.environ["LD_PRELOAD"])
 SHIM.tk_arm.argtypes = [ctypes.c_int, ctypes.c_long, ctypes.c_int]
 SHIM.tk_left.restype = ctypes.c_long
-CALLS = {"write": 0, "sync": 1, "rename": 2}
+CALLS = {"write": 0, "sync": 1, "rename": 2, "close": 3}
 MODES = {"enospc": 1, "eio": 2, "short": 3, "kill_before": 4, "kill_half": 5, "kill_after": 6}
 
 
 def writer(folder, say):
     """Six trajectories by the queue and one batch; `say` is told what is committed and what fails."""
-    schema = make_schema()
+    schema = make_wide_schema()
     calls = []
     w = GuidanceWriter(folder, schema, chunk_tokens=8, sync="commit")
 
@@ -71,6 +71,7 @@ def main(root):
         "write": ["enospc", "eio", "short", "kill_before", "kill_half", "kill_after"],
         "sync": ["eio", "kill_before", "kill_after"],
         "rename": ["eio", "kill_before", "kill_after"],
+        "close": ["eio", "enospc", "kill_before"],
     }.items():
         for mode in modes:
             for n in range(100):

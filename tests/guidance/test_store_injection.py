@@ -1,4 +1,4 @@
-"""Every write, fsync and rename of a writer fails, is cut short or is the last thing its process does."""
+"""Every write, fsync, close and rename of a writer fails, is cut short or is the last thing its process does."""
 
 import json
 import os
@@ -26,8 +26,8 @@ def test_every_fault_at_every_call(tmp_path, store):
     assert out.returncode == 0, out.stderr
     cases = [json.loads(line) for line in out.stdout.splitlines()]
     reached = [c for c in cases if c[-1]]
-    assert len({(c, m) for c, m, *_ in reached}) == 12 and len(reached) > 60
-    want = {i: store.rows(np.random.default_rng(i), store.schema(), 20) for i in (0, 1, 2, 4, 9)}
+    assert len({(c, m) for c, m, *_ in reached}) == 15 and len(reached) > 60
+    want = {i: store.rows(np.random.default_rng(i), store.wide_schema(), 20) for i in (0, 1, 2, 4, 9)}
     for call, mode, n, folder, said, _ in reached:
         where = (call, mode, n)
         committed = [line[1] for line in said if line[0] == "committed"]

@@ -3,7 +3,7 @@
 use criterion::{criterion_group, criterion_main, BatchSize, BenchmarkId, Criterion, Throughput};
 use std::hint::black_box;
 use std::path::Path;
-use tracekit_guidance::chunk::Encoder;
+use tracekit_guidance::chunk::{Encoder, Payload};
 use tracekit_guidance::pack::{pack_row, row_bytes, unpack_row};
 use tracekit_guidance::writer::Begin;
 use tracekit_guidance::*;
@@ -96,8 +96,10 @@ fn encoding(c: &mut Criterion) {
         let (mut encoder, mut out) = (Encoder::default(), Vec::new());
         g.bench_function(e.name(), |b| {
             b.iter(|| {
-                out.clear();
-                encoder.encode(&schema.sites, &rows, 256, &mut out)
+                let mut payload = Payload::in_buffer(std::mem::take(&mut out));
+                let flags = encoder.encode(&schema.sites, &rows, 256, &mut payload);
+                out = payload.bytes;
+                flags
             })
         });
     }

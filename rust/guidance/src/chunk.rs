@@ -2,7 +2,7 @@
 //!
 //! Two layouts. `whole` (small chunks) is read and checked in one piece. `planes` (large chunks) starts with a
 //! directory, so that one site or one head of it is read and checked alone.
-use crate::coset::{check16, to_syndromes};
+use crate::coset::{check16, check_rows, to_syndromes};
 use crate::error::{Error, Result};
 use crate::layout::{put, u32_at};
 use crate::pack::pack_row;
@@ -110,6 +110,41 @@ impl<'a> SiteRows<'a> {
     }
 }
 
+/// A chunk's payload: bytes of its own, with rows of the caller between them, which are written from where they are.
+#[derive(Debug, Default)]
+pub struct Payload<'a> {
+    /// What the encoder made.
+    pub bytes: Vec<u8>,
+    /// The caller's rows, each at a position in `bytes`, in order.
+    pub rows: Vec<(usize, &'a [u8])>,
+}
+
+impl<'a> Payload<'a> {
+    /// A payload that makes use of a buffer's memory.
+    pub fn in_buffer(mut bytes: Vec<u8>) -> Self {
+        bytes.clear();
+        Payload { bytes, rows: Vec::new() }
+    }
+
+    /// Bytes of it all.
+    pub fn len(&self) -> usize {
+        self.bytes.len() + self.rows.iter().map(|r| r.1.len()).sum::<usize>()
+    }
+
+    /// Whether there is nothing.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The pieces in the order of the file.
+    pub fn pieces(&self) -> impl Iterator<Item = &[u8]> {
+        let ends = self.rows.iter().map(|r| r.0).chain([self.bytes.len()]);
+        let starts = [0].into_iter().chain(self.rows.iter().map(|r| r.0));
+        let rows = self.rows.iter().map(|r| r.1).chain([&[][..]]);
+        starts.zip(ends).zip(rows).flat_map(|((a, b), rows)| [&self.bytes[a..b], rows]).filter(|p| !p.is_empty())
+    }
+}
+
 /// Compression level of scales.
 const LEVEL: i32 = -7;
 
@@ -162,58 +197,63 @@ fn push_codes(site: &Site, rows: &SiteRows, plane: usize, ntok: usize, out: &mut
     }
 }
 
-/// Appends codes and checks of a plane to `out`, its scales as stored to `scales`; `temp` is scratch.
-fn push_plane(
+/// Appends the checks of a plane's rows to `checks`, its scales as stored to `scales`. `codes` are the packed codes
+/// that `rm15` checks as well.
+fn push_scales(
     site: &Site,
     rows: &SiteRows,
     plane: usize,
     ntok: usize,
-    out: &mut Vec<u8>,
+    codes: &[u8],
+    checks: &mut Vec<u8>,
     scales: &mut Vec<u8>,
-    temp: &mut Vec<u8>,
 ) {
     let (planes, blocks) = (site.planes as usize, site.scale_row());
     if site.encoding == Encoding::Lossless {
-        push_codes(site, rows, plane, ntok, out);
-        gather_plane(rows.scales, planes, plane, blocks, scales);
-        return;
+        return gather_plane(rows.scales, planes, plane, blocks, scales);
     }
-    let mut code_checks = Vec::new();
-    if site.encoding == Encoding::Rm15 {
-        temp.clear();
-        push_codes(site, rows, plane, ntok, temp);
-        let (row, stored) = (site.code_row(), site.stored_code_row());
-        let at = out.len();
-        out.resize(at + ntok * stored, 0);
-        for (src, dst) in temp.chunks_exact(row).zip(out[at..].chunks_exact_mut(stored)) {
-            to_syndromes(src, dst);
-            code_checks.push(check16(src));
-        }
-    } else {
-        push_codes(site, rows, plane, ntok, out);
-    }
-    let stored = site.stored_scale_row();
+    let (stored, bits) = (site.stored_scale_row(), site.scale_bits());
     let at = scales.len();
     scales.resize(at + ntok * stored, 0);
-    let source = rows.scales.chunks_exact(blocks).skip(plane).step_by(planes);
-    for (t, (src, dst)) in source.zip(scales[at..].chunks_exact_mut(stored)).enumerate() {
-        pack_row(site.scale_bits(), src, dst);
-        out.extend_from_slice(&check16(src));
-        if let Some(check) = code_checks.get(t) {
-            out.extend_from_slice(check);
+    let source = || rows.scales.chunks_exact(blocks).skip(plane).step_by(planes);
+    if planes == 1 && blocks * bits as usize % 8 == 0 {
+        pack_row(bits, rows.scales, &mut scales[at..]);
+    } else {
+        for (src, dst) in source().zip(scales[at..].chunks_exact_mut(stored)) {
+            pack_row(bits, src, dst);
+        }
+    }
+    if codes.is_empty() {
+        check_rows(source(), |check| checks.extend_from_slice(&check));
+    } else {
+        for (src, codes) in source().zip(codes.chunks_exact(site.code_row())) {
+            checks.extend_from_slice(&check16(src));
+            checks.extend_from_slice(&check16(codes));
         }
     }
 }
 
+/// Appends a plane's syndromes to `out`; leaves its packed codes in `packed`.
+fn push_syndromes(site: &Site, rows: &SiteRows, plane: usize, ntok: usize, out: &mut Vec<u8>, packed: &mut Vec<u8>) {
+    packed.clear();
+    push_codes(site, rows, plane, ntok, packed);
+    let (row, stored) = (site.code_row(), site.stored_code_row());
+    let at = out.len();
+    out.resize(at + ntok * stored, 0);
+    for (src, dst) in packed.chunks_exact(row).zip(out[at..].chunks_exact_mut(stored)) {
+        to_syndromes(src, dst);
+    }
+}
+
 impl Encoder {
-    /// Appends a chunk's payload to `out` and returns its flags. `rows` were checked and match `sites`.
-    pub fn encode(&mut self, sites: &[Site], rows: &[SiteRows], ntok: usize, out: &mut Vec<u8>) -> u8 {
+    /// Encodes a chunk's payload into the empty `out` and returns its flags. `rows` were checked and match `sites`.
+    pub fn encode<'a>(&mut self, sites: &[Site], rows: &[SiteRows<'a>], ntok: usize, out: &mut Payload<'a>) -> u8 {
         let bytes: usize = sites.iter().map(|s| s.token_bytes() * ntok).sum();
         if bytes > WHOLE_LIMIT {
             self.encode_planes(sites, rows, ntok, out);
             FLAG_PLANES
         } else {
-            self.encode_whole(sites, rows, ntok, out)
+            self.encode_whole(sites, rows, ntok, &mut out.bytes)
         }
     }
 
@@ -223,7 +263,13 @@ impl Encoder {
         for (site, rows) in sites.iter().zip(rows) {
             out.extend_from_slice(rows.token_scale);
             for plane in 0..site.planes as usize {
-                push_plane(site, rows, plane, ntok, out, &mut scales, &mut self.plane);
+                self.plane.clear();
+                if site.encoding == Encoding::Rm15 {
+                    push_syndromes(site, rows, plane, ntok, out, &mut self.plane);
+                } else {
+                    push_codes(site, rows, plane, ntok, out);
+                }
+                push_scales(site, rows, plane, ntok, &self.plane, out, &mut scales);
             }
         }
         let whole = sites.iter().all(|s| s.scale_bits() == 8);
@@ -239,15 +285,15 @@ impl Encoder {
         }
     }
 
-    fn encode_planes(&mut self, sites: &[Site], rows: &[SiteRows], ntok: usize, out: &mut Vec<u8>) {
-        let start = out.len();
+    fn encode_planes<'a>(&mut self, sites: &[Site], rows: &[SiteRows<'a>], ntok: usize, payload: &mut Payload<'a>) {
+        let out = &mut payload.bytes;
         let entries = entries_of(sites);
-        out.resize(start + directory_len(entries), 0);
+        out.resize(directory_len(entries), 0);
         let mut scales = std::mem::take(&mut self.scales);
-        let mut at = start;
-        let mut entry = |out: &mut Vec<u8>, block: usize, scales_len: usize, codings: [u8; 3]| {
-            let crc = crc32c(&out[block..]);
-            let len = (out.len() - block) as u32;
+        let mut at = 0;
+        let mut entry = |out: &mut Vec<u8>, lent: &[u8], block: usize, scales_len: usize, codings: [u8; 3]| {
+            let crc = crc32c_append(crc32c(lent), &out[block..]);
+            let len = (lent.len() + out.len() - block) as u32;
             put(out, at, &len.to_le_bytes());
             put(out, at + 4, &(scales_len as u32).to_le_bytes());
             put(out, at + 8, &crc.to_le_bytes());
@@ -258,12 +304,24 @@ impl Encoder {
             if site.per_token() {
                 let block = out.len();
                 out.extend_from_slice(rows.token_scale);
-                entry(out, block, 0, [coding::NONE, coding::NONE, coding::ENTRY_TOKEN_SCALE]);
+                entry(out, &[], block, 0, [coding::NONE, coding::NONE, coding::ENTRY_TOKEN_SCALE]);
             }
             for plane in 0..site.planes as usize {
                 let block = out.len();
+                let mut lent: &'a [u8] = &[];
+                self.plane.clear();
+                match rows.codes {
+                    _ if site.encoding == Encoding::Rm15 => {
+                        push_syndromes(site, rows, plane, ntok, out, &mut self.plane);
+                    }
+                    Codes::Packed(codes) if site.planes == 1 => lent = codes,
+                    _ => push_codes(site, rows, plane, ntok, out),
+                }
+                if !lent.is_empty() {
+                    payload.rows.push((block, lent));
+                }
                 scales.clear();
-                push_plane(site, rows, plane, ntok, out, &mut scales, &mut self.plane);
+                push_scales(site, rows, plane, ntok, &self.plane, out, &mut scales);
                 let before = out.len();
                 let [codes, mut how] = codings(site);
                 if how == coding::SCALE_RAW && self.compress(&scales, out) {
@@ -272,12 +330,12 @@ impl Encoder {
                     out.extend_from_slice(&scales);
                 }
                 let scales_len = out.len() - before;
-                entry(out, block, scales_len, [codes, how, coding::ENTRY_PLANE]);
+                entry(out, lent, block, scales_len, [codes, how, coding::ENTRY_PLANE]);
             }
         }
         self.scales = scales;
-        let end = start + entries * ENTRY;
-        let crc = crc32c(&out[start..end]);
+        let end = entries * ENTRY;
+        let crc = crc32c(&out[..end]);
         put(out, end, &crc.to_le_bytes());
     }
 
@@ -310,14 +368,11 @@ pub fn entries_of(sites: &[Site]) -> usize {
     sites.iter().map(|s| s.planes as usize + s.per_token() as usize).sum()
 }
 
-/// The checksum in a chunk's record header. `padded` is the payload of `len` bytes with its padding. In the `planes`
-/// layout it covers directory and padding, and the directory's checksums cover the blocks.
-pub fn payload_crc(flags: u8, padded: &[u8], len: usize, sites: &[Site]) -> u32 {
-    if flags & FLAG_PLANES == 0 {
-        return crc32c(padded);
-    }
-    let directory = directory_len(entries_of(sites)).min(len);
-    crc32c_append(crc32c(&padded[..directory]), &padded[len..])
+/// The checksum in a chunk's record header. In the `planes` layout it covers directory and padding, and the directory's
+/// checksums cover the blocks.
+pub fn payload_crc(flags: u8, payload: &[u8], padding: &[u8], sites: &[Site]) -> u32 {
+    let covered = if flags & FLAG_PLANES == 0 { payload.len() } else { directory_len(entries_of(sites)) };
+    crc32c_append(crc32c(&payload[..covered.min(payload.len())]), padding)
 }
 
 /// Checks every byte of a chunk's payload; the error says what fails.
@@ -329,7 +384,7 @@ pub fn check_payload(
     ntok: usize,
     crc: u32,
 ) -> std::result::Result<(), String> {
-    if payload_crc(flags, padded, len, sites) != crc {
+    if payload_crc(flags, &padded[..len], &padded[len..], sites) != crc {
         return Err("payload checksum".into());
     }
     if flags & FLAG_PLANES != 0 {

@@ -1,17 +1,20 @@
 //! One segment file being written.
-use crate::chunk::{payload_crc, Encoder, SiteRows};
+use crate::chunk::{payload_crc, Payload};
 use crate::error::{Error, Result};
 use crate::index::{ChunkEntry, IndexBuilder, Traj};
-use crate::layout::{kind, padded, FileHeader, Postscript, RecordHeader, MAJOR, MINOR, RECORD_LEN};
+use crate::layout::{kind, padded, FileHeader, Postscript, RecordHeader, ALIGN, MAJOR, MINOR};
 use crate::schema::{Schema, Site};
 use crc32c::crc32c;
 use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::io::{IoSlice, Write};
+use std::os::fd::IntoRawFd;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Bytes buffered before a write.
 const BUFFER: usize = 1 << 20;
+/// Payloads of this many bytes are written from where they are, without a copy.
+const DIRECT: usize = 64 << 10;
 
 /// A chunk's place: trajectory number, tokens, sites.
 #[derive(Clone, Copy, Debug)]
@@ -104,42 +107,23 @@ impl SegmentFile {
         self.next_traj - 1
     }
 
-    fn record(
-        &mut self,
-        mut h: RecordHeader,
-        sites: &[Site],
-        fill: impl FnOnce(&mut Vec<u8>) -> u8,
-    ) -> (u64, RecordHeader) {
+    /// Completes a header and puts it into the buffer, before a payload of `len` bytes. Returns where it is.
+    fn header(&mut self, mut h: RecordHeader, len: usize, payload_crc: u32) -> (u64, RecordHeader) {
         let off = self.len();
-        let at = self.buf.len();
-        self.buf.resize(at + RECORD_LEN, 0);
-        h.flags = fill(&mut self.buf);
-        h.len = (self.buf.len() - at - RECORD_LEN) as u64;
-        self.buf.resize(at + RECORD_LEN + h.padded_len() as usize, 0);
-        h.payload_crc = payload_crc(h.flags, &self.buf[at + RECORD_LEN..], h.len as usize, sites);
+        h.len = len as u64;
+        h.payload_crc = payload_crc;
         h.seq = self.seq;
         h.uuid_low = self.uuid_low;
         self.seq += 1;
-        self.buf[at..at + RECORD_LEN].copy_from_slice(&h.encode());
+        self.buf.extend_from_slice(&h.encode());
         (off, h)
     }
 
     /// Appends a chunk.
-    pub fn chunk(&mut self, place: Place, sites: &[Site], rows: &[SiteRows], encoder: &mut Encoder) -> Result<()> {
-        self.append(place, sites, |out| encoder.encode(sites, rows, place.ntok as usize, out))
-    }
-
-    /// Appends a chunk that is encoded already.
-    pub fn encoded(&mut self, place: Place, sites: &[Site], payload: &[u8], flags: u8) -> Result<()> {
-        self.append(place, sites, |out| {
-            out.extend_from_slice(payload);
-            flags
-        })
-    }
-
-    fn append(&mut self, place: Place, sites: &[Site], fill: impl FnOnce(&mut Vec<u8>) -> u8) -> Result<()> {
+    pub fn chunk(&mut self, place: Place, sites: &[Site], payload: &Payload, flags: u8) -> Result<()> {
         let header = RecordHeader {
             kind: place.kind,
+            flags,
             traj: place.traj,
             tok0: place.tok0,
             ntok: place.ntok,
@@ -148,21 +132,48 @@ impl SegmentFile {
             token_crc: place.token_crc,
             ..RecordHeader::default()
         };
-        let (off, h) = self.record(header, sites, fill);
+        let len = payload.len();
+        let padding = &[0u8; ALIGN][..padded(len) - len];
+        let crc = payload_crc(flags, &payload.bytes, padding, sites);
+        let (off, h) = self.header(header, len, crc);
         self.builder.chunk(ChunkEntry::new(&h, off));
+        if len >= DIRECT {
+            return self.write_behind(payload, padding);
+        }
+        payload.pieces().chain([padding]).for_each(|p| self.buf.extend_from_slice(p));
         if self.buf.len() >= BUFFER {
             self.flush()?;
         }
         Ok(())
     }
 
+    /// Hands the buffer and, behind it, a payload to the operating system, from where they are.
+    fn write_behind(&mut self, payload: &Payload, padding: &[u8]) -> Result<()> {
+        let pieces = [&self.buf[..]].into_iter().chain(payload.pieces()).chain([padding]);
+        let mut slices: Vec<IoSlice> = pieces.map(IoSlice::new).collect();
+        let mut left = &mut slices[..];
+        let failed = |e| Error::io(&self.path, "write", e);
+        while !left.is_empty() {
+            match self.file.write_vectored(left) {
+                Ok(0) => return Err(failed(std::io::ErrorKind::WriteZero.into())),
+                Ok(n) => IoSlice::advance_slices(&mut left, n),
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(failed(e)),
+            }
+        }
+        self.written += (self.buf.len() + payload.len() + padding.len()) as u64;
+        self.buf.clear();
+        Ok(())
+    }
+
     /// Appends a commit record; it is on disk after the next [`flush`](Self::flush).
     pub fn commit(&mut self, traj: Traj) {
         let header = RecordHeader { kind: kind::TRAJ, traj: traj.number, ..RecordHeader::default() };
-        self.record(header, &[], |out| {
-            out.extend_from_slice(&traj.encode());
-            0
-        });
+        let mut bytes = traj.encode();
+        let len = bytes.len();
+        bytes.resize(padded(len), 0);
+        self.header(header, len, crc32c(&bytes));
+        self.buf.extend_from_slice(&bytes);
         self.builder.commit(traj);
         self.open_trajs -= 1;
     }
@@ -197,10 +208,20 @@ impl SegmentFile {
         self.buf.extend_from_slice(&post.encode());
         self.flush()?;
         self.file.sync_all().map_err(|e| Error::io(&self.path, "fsync", e))?;
+        close(self.file).map_err(|e| Error::io(&self.path, "close", e))?;
         let sealed = self.path.with_extension("");
         std::fs::rename(&self.path, &sealed).map_err(|e| Error::io(&self.path, "rename", e))?;
         let dir = sealed.parent().unwrap_or(Path::new("."));
         File::open(dir).and_then(|d| d.sync_all()).map_err(|e| Error::io(dir, "fsync", e))?;
         Ok(self.written)
+    }
+}
+
+/// Closes a file and says what went wrong, which dropping it would not: some network file systems report there.
+fn close(file: File) -> std::io::Result<()> {
+    // SAFETY: the descriptor is ours alone and is not used again.
+    match unsafe { libc::close(file.into_raw_fd()) } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
     }
 }

@@ -4,7 +4,7 @@ mod pending;
 mod queue;
 mod sink;
 
-use crate::chunk::{Encoder, SiteRows};
+use crate::chunk::{Encoder, Payload, SiteRows};
 use crate::error::{Error, Result};
 use crate::index::{Status, Traj};
 use crate::layout::{kind, MAX_ID};
@@ -111,6 +111,7 @@ pub struct Writer {
     on_full: OnFull,
     pid: u32,
     encoder: Encoder,
+    buffer: Vec<u8>,
     groups: Vec<(usize, usize)>,
     pending: HashMap<u64, Pending>,
     next_handle: u64,
@@ -133,6 +134,7 @@ impl Writer {
             on_full,
             pid: std::process::id(),
             encoder: Encoder::default(),
+            buffer: Vec::new(),
             groups,
             pending: HashMap::new(),
             next_handle: 0,
@@ -363,7 +365,10 @@ impl Writer {
                     let part: Vec<SiteRows> = rows.map(|(s, r)| r.slice(s, at, at + ntok as usize)).collect();
                     let (site0, nsites) = (a as u16, (z - a) as u16);
                     let place = Place { kind: kind::CHUNK, traj: 0, tok0, ntok, site0, nsites, token_crc };
-                    sink.chunk(self.next_handle, place, schema, (a, z), &part, &mut self.encoder)?;
+                    let mut payload = Payload::in_buffer(std::mem::take(&mut self.buffer));
+                    let flags = self.encoder.encode(&schema.sites[a..z], &part, ntok as usize, &mut payload);
+                    sink.chunk(self.next_handle, place, schema, &payload, flags)?;
+                    self.buffer = payload.bytes;
                 }
                 done += ntok;
             }

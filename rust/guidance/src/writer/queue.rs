@@ -2,7 +2,7 @@
 use super::file::Place;
 use super::sink::Sink;
 use super::OnFull;
-use crate::chunk::{Encoder, SiteRows};
+use crate::chunk::{Encoder, Payload, SiteRows};
 use crate::error::{Error, Result};
 use crate::index::Traj;
 use crate::schema::Schema;
@@ -271,7 +271,7 @@ impl Shared {
 
     fn serve(&self, lane: usize, waiting: &mut Waiting) -> Result<()> {
         let mut encoder = Encoder::default();
-        let mut payload = Vec::new();
+        let mut buffer = Vec::new();
         loop {
             let job = match self.next(lane, waiting.tickets.is_empty()) {
                 Some(job) => job,
@@ -285,7 +285,7 @@ impl Shared {
             let bytes = job.bytes();
             match job {
                 Job::Rows { handle, place, rows } => {
-                    self.encode(handle, place, &rows, &mut encoder, &mut payload)?;
+                    self.encode(handle, place, &rows, &mut encoder, &mut buffer)?;
                     drop(rows);
                     self.release(bytes);
                 }
@@ -315,7 +315,7 @@ impl Shared {
         place: Place,
         rows: &[OwnedRows],
         encoder: &mut Encoder,
-        payload: &mut Vec<u8>,
+        buffer: &mut Vec<u8>,
     ) -> Result<()> {
         for &(a, b) in &self.groups {
             let sites = &self.schema.sites[a..b];
@@ -328,10 +328,11 @@ impl Shared {
                     token_scale: &r.token_scale,
                 })
                 .collect();
-            payload.clear();
-            let flags = encoder.encode(sites, &views, place.ntok as usize, payload);
+            let mut payload = Payload::in_buffer(std::mem::take(buffer));
+            let flags = encoder.encode(sites, &views, place.ntok as usize, &mut payload);
             let place = Place { site0: a as u16, nsites: (b - a) as u16, ..place };
-            lock(&self.sink).encoded(handle, place, &self.schema, payload, flags)?;
+            lock(&self.sink).chunk(handle, place, &self.schema, &payload, flags)?;
+            *buffer = payload.bytes;
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! The segment files of a writer: which one a trajectory goes to, when they roll over, when they are synced.
 use super::file::{Place, SegmentFile};
 use super::{Options, Stats, Sync};
-use crate::chunk::{Encoder, SiteRows};
+use crate::chunk::Payload;
 use crate::error::{Error, Result};
 use crate::index::Traj;
 use crate::schema::Schema;
@@ -95,29 +95,11 @@ impl Sink {
     }
 
     /// Appends a chunk of trajectory `handle`; `place.traj` is filled in.
-    pub fn chunk(
-        &mut self,
-        handle: u64,
-        place: Place,
-        schema: &Schema,
-        sites: (usize, usize),
-        rows: &[SiteRows],
-        encoder: &mut Encoder,
-    ) -> Result<()> {
-        let home = self.home(handle, schema)?;
-        let file = self.files.get_mut(&home.file).expect("a segment with open trajectories stays open");
-        let place = Place { traj: home.number, ..place };
-        file.chunk(place, &schema.sites[sites.0..sites.1], rows, encoder)?;
-        self.homes.get_mut(&handle).expect("just there").n_chunks += (place.kind == crate::layout::kind::CHUNK) as u32;
-        Ok(())
-    }
-
-    /// Appends a chunk whose payload was encoded elsewhere.
-    pub fn encoded(&mut self, handle: u64, place: Place, schema: &Schema, payload: &[u8], flags: u8) -> Result<()> {
+    pub fn chunk(&mut self, handle: u64, place: Place, schema: &Schema, payload: &Payload, flags: u8) -> Result<()> {
         let home = self.home(handle, schema)?;
         let file = self.files.get_mut(&home.file).expect("a segment with open trajectories stays open");
         let sites = &schema.sites[place.site0 as usize..(place.site0 + place.nsites) as usize];
-        file.encoded(Place { traj: home.number, ..place }, sites, payload, flags)?;
+        file.chunk(Place { traj: home.number, ..place }, sites, payload, flags)?;
         self.homes.get_mut(&handle).expect("just there").n_chunks += (place.kind == crate::layout::kind::CHUNK) as u32;
         Ok(())
     }
