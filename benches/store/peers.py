@@ -64,8 +64,9 @@ class WriteLoop(Peer):
 class Tracekit(Peer):
     checks = True
 
-    def __init__(self, encoding):
-        self.encoding, self.name = encoding, f"tracekit {encoding}"
+    def __init__(self, encoding, mmap=False):
+        self.encoding, self.mmap = encoding, mmap
+        self.name = f"tracekit {encoding}" + ", mmap" * mmap
 
     def write(self, dir, codes, scales):
         from tracekit.guidance import GuidanceSchema, GuidanceWriter, SiteSpec
@@ -82,7 +83,8 @@ class Tracekit(Peer):
     def open(self, dir, codes, scales):
         from tracekit.guidance import open_dataset
 
-        self.reader, self.names = open_dataset(dir), [f"layers.{i}.moe_input" for i in range(codes.shape[1])]
+        self.reader = open_dataset(dir, mmap=self.mmap)
+        self.names = [f"layers.{i}.moe_input" for i in range(codes.shape[1])]
         return self
 
     def slice(self, t, site, a, b):

@@ -64,4 +64,6 @@ def assert_rows(got, want, at):
 
 @pytest.fixture(name="store")
 def store_helpers():
-    return SimpleNamespace(schema=make_schema, wide_schema=make_wide_schema, rows=make_rows, dataset=make_dataset, check=assert_rows)
+    return SimpleNamespace(
+        schema=make_schema, wide_schema=make_wide_schema, rows=make_rows, dataset=make_dataset, check=assert_rows
+    )

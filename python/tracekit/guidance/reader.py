@@ -4,6 +4,7 @@ import asyncio
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -20,15 +21,17 @@ class GuidanceReader:
     """A folder of segments, read as one. Holds open files, no threads: it can be used after a fork, and pickles as
     its path. Writers may still be writing: what was committed when it was opened is readable; `refresh` looks anew."""
 
-    def __init__(self, dir: Any) -> None:
+    def __init__(self, dir: Any, *, mmap: bool = False) -> None:
         self.dir = os.fspath(dir)
+        self.mmap = mmap
         self._open()
 
     def _open(self) -> None:
-        self._core = _core.Reader(self.dir)
+        self._core = _core.Reader(self.dir, self.mmap)
         self._segments = self._core.segments()
         self._sites: dict[str, SiteSpec] = {}
         self._mixed: set[str] = set()
+        self._layouts: dict[str, _Layout] = {}
         for segment in self._segments:
             for offset, end, what, _ in segment["damage"]:
                 text = f"{segment['path']}: bytes {offset}..{end} are damaged ({what}); see tracekit guidance verify"
@@ -42,11 +45,11 @@ class GuidanceReader:
         """Opens the folder again, to see what was committed since."""
         self._open()
 
-    def __getstate__(self) -> str:
-        return self.dir
+    def __getstate__(self) -> tuple[str, bool]:
+        return self.dir, self.mmap
 
-    def __setstate__(self, state: str) -> None:
-        self.__init__(state)
+    def __setstate__(self, state: tuple[str, bool]) -> None:
+        self.__init__(state[0], mmap=state[1])
 
     def __len__(self) -> int:
         return len(self._core)
@@ -118,18 +121,18 @@ class GuidanceReader:
         rows = sum(last) - sum(first)
         results, outs = {}, []
         for name in names:
-            site = self.site(name)
-            h0, h1 = _head_range(site, heads)
-            shape = (rows, h1 - h0, site.n_checks)
-            checks = np.empty(shape, "<u2") if site.n_checks else None
+            layout = self._layouts.get(name) or self._layout(name)
+            h0, h1 = (0, layout.planes) if heads is None else _head_range(layout.site, heads)
+            planes = h1 - h0
+            checks = np.empty((rows, planes, layout.n_checks), "<u2") if layout.n_checks else None
             if out is not None and name in out:
-                record = BatchRecord(*out[name], checks, site)
+                record = BatchRecord(*out[name], checks, layout.site)
             else:
-                width = site.width if unpack else site.code_row
-                codes = allocate((rows, h1 - h0, width), np.uint8) if site.bits else None
-                scales = allocate((rows, h1 - h0, site.scale_row), np.uint8)
-                dynamic = site.global_scale is None or name in self._mixed
-                record = BatchRecord(codes, scales, allocate((rows,), np.float32) if dynamic else None, checks, site)
+                width = layout.width if unpack else layout.code_row
+                codes = allocate((rows, planes, width), np.uint8) if width else None
+                scales = allocate((rows, planes, layout.scale_row), np.uint8)
+                token_scale = allocate((rows,), np.float32) if layout.dynamic else None
+                record = BatchRecord(codes, scales, token_scale, checks, layout.site)
             results[name] = record
             raw = None if checks is None else checks.view(np.uint8)
             outs.append((record.codes, record.scales, record.token_scale, raw, (h0, h1)))
@@ -137,9 +140,36 @@ class GuidanceReader:
         self._core.read_batch(ids, first, last, names, outs, unpack, tokens)
         return results
 
+    def _layout(self, name: str) -> "_Layout":
+        site = self.site(name)
+        layout = self._layouts[name] = _Layout(
+            site=site,
+            planes=site.planes,
+            width=site.width if site.bits else 0,
+            code_row=site.code_row,
+            scale_row=site.scale_row,
+            n_checks=site.n_checks,
+            dynamic=site.global_scale is None or name in self._mixed,
+        )
+        return layout
+
     async def aread_batch(self, *args: Any, **kwargs: Any) -> dict[str, BatchRecord]:
         """`read_batch` in a thread of the running event loop's pool; the loop goes on meanwhile."""
         return await asyncio.to_thread(self.read_batch, *args, **kwargs)
+
+
+@dataclass(slots=True)
+class _Layout:
+    """What a read needs of a site, worked out once."""
+
+    site: SiteSpec
+    planes: int
+    width: int
+    """Values of a row; 0 where there are no codes."""
+    code_row: int
+    scale_row: int
+    n_checks: int
+    dynamic: bool
 
 
 def _each(value: Any, n: int) -> list[int]:
@@ -208,9 +238,13 @@ class Trajectory:
         return records
 
 
-def open_dataset(dir: Any) -> GuidanceReader:
-    """Opens the folder that writers wrote to; DataError if it holds no segment."""
-    return GuidanceReader(dir)
+def open_dataset(dir: Any, *, mmap: bool = False) -> GuidanceReader:
+    """Opens the folder that writers wrote to; DataError if it holds no segment.
+
+    `mmap` reads from a memory map instead of by `pread`: one copy less, for folders on local disks. A mapped file must
+    not be shortened while it is read; no writer of ours does.
+    """
+    return GuidanceReader(dir, mmap=mmap)
 
 
 def verify(dir: Any) -> list[dict[str, Any]]:

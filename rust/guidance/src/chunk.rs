@@ -2,12 +2,12 @@
 //!
 //! Two layouts. `whole` (small chunks) is read and checked in one piece. `planes` (large chunks) starts with a
 //! directory, so that one site or one head of it is read and checked alone.
-use crate::coset::{check16, check_rows, to_syndromes};
+use crate::coset::{check16, to_syndromes};
+use crate::crc::{crc32c, crc32c_append};
 use crate::error::{Error, Result};
 use crate::layout::{put, u32_at};
 use crate::pack::pack_row;
 use crate::schema::{Encoding, Site};
-use crc32c::{crc32c, crc32c_append};
 
 /// Flag: the payload starts with a plane directory.
 pub const FLAG_PLANES: u8 = 1;
@@ -224,7 +224,7 @@ fn push_scales(
         }
     }
     if codes.is_empty() {
-        check_rows(source(), |check| checks.extend_from_slice(&check));
+        source().for_each(|src| checks.extend_from_slice(&check16(src)));
     } else {
         for (src, codes) in source().zip(codes.chunks_exact(site.code_row())) {
             checks.extend_from_slice(&check16(src));

@@ -2,8 +2,8 @@
 //!
 //! RM(1,5) is the set of affine functions of 5 bits. The bits of 32 codes are stored up to a codeword: the affine
 //! function that agrees with them at positions 0, 1, 2, 4, 8 and 16 is taken off, and the other 26 bits are kept.
+use crate::crc::crc32c;
 use crate::pack::row_bytes;
-use crc32c::crc32c;
 
 /// Codes of a syndrome group.
 pub const GROUP: usize = 32;
@@ -80,65 +80,9 @@ pub fn check16(bytes: &[u8]) -> [u8; 2] {
     (crc32c(bytes) as u16).to_le_bytes()
 }
 
-/// [`check16`] of each row, in order. Four rows are summed side by side: one sum alone waits for itself.
-pub fn check_rows<'a>(rows: impl Iterator<Item = &'a [u8]>, mut push: impl FnMut([u8; 2])) {
-    #[cfg(target_arch = "x86_64")]
-    if std::arch::is_x86_feature_detected!("sse4.2") {
-        let mut rows = rows;
-        loop {
-            let four = [rows.next(), rows.next(), rows.next(), rows.next()];
-            if let [Some(a), Some(b), Some(c), Some(d)] = four {
-                if [b, c, d].iter().all(|r| r.len() == a.len()) {
-                    // SAFETY: the processor was asked.
-                    let sums = unsafe { four_sums([a, b, c, d]) };
-                    sums.into_iter().for_each(|sum| push((sum as u16).to_le_bytes()));
-                    continue;
-                }
-            }
-            four.iter().flatten().for_each(|row| push(check16(row)));
-            if four[3].is_none() {
-                return;
-            }
-        }
-    }
-    rows.for_each(|row| push(check16(row)));
-}
-
-/// CRC32C of four rows of one length.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "sse4.2")]
-fn four_sums(rows: [&[u8]; 4]) -> [u32; 4] {
-    use std::arch::x86_64::{_mm_crc32_u64, _mm_crc32_u8};
-    let mut sums = [u64::from(u32::MAX); 4];
-    let words = rows[0].len() / 8;
-    for w in 0..words {
-        for (sum, row) in sums.iter_mut().zip(&rows) {
-            *sum = _mm_crc32_u64(*sum, u64::from_le_bytes(row[8 * w..8 * w + 8].try_into().expect("eight bytes")));
-        }
-    }
-    let mut out = [0; 4];
-    for ((out, sum), row) in out.iter_mut().zip(sums).zip(&rows) {
-        *out = !row[8 * words..].iter().fold(sum as u32, |sum, byte| _mm_crc32_u8(sum, *byte));
-    }
-    out
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn checks_of_many_rows_are_those_of_each() {
-        let bytes: Vec<u8> = (0..4000u32).map(|i| ((i * i) >> 3) as u8).collect();
-        for row in [1, 7, 8, 16, 60, 128, 255] {
-            for n in 0..13 {
-                let rows = || bytes.chunks_exact(row).take(n);
-                let mut found = Vec::new();
-                check_rows(rows(), |c| found.push(c));
-                assert_eq!(found, rows().map(check16).collect::<Vec<_>>(), "{n} rows of {row}");
-            }
-        }
-    }
 
     #[test]
     fn leaders_differ_from_their_words_by_an_affine_function_and_are_zero_at_six_places() {

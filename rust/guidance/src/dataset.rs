@@ -4,12 +4,12 @@ use crate::error::{Error, Result};
 use crate::index::{ChunkRange, Traj};
 use crate::layout::{kind, MAX_PAYLOAD, RECORD_LEN};
 use crate::schema::Site;
-use crate::segment::Segment;
+use crate::segment::{Access, Segment};
 use crate::token_crc;
 use std::path::{Path, PathBuf};
 
 thread_local! {
-    static DECODER: std::cell::Cell<Decoder> = std::cell::Cell::default();
+    static DECODER: std::cell::Cell<Option<Decoder>> = const { std::cell::Cell::new(None) };
 }
 
 const MAX_PREFIXES: usize = 64;
@@ -63,8 +63,13 @@ pub struct Dataset {
 }
 
 impl Dataset {
-    /// Opens every segment of `dir`.
+    /// Opens every segment of `dir`; chunks are read into buffers.
     pub fn open(dir: &Path) -> Result<Self> {
+        Self::open_with(dir, Access::Read)
+    }
+
+    /// Maps every segment into memory, if `access` says so.
+    pub fn open_with(dir: &Path, access: Access) -> Result<Self> {
         let files = segment_files(dir)?;
         if files.is_empty() {
             return Err(Error::Missing(format!(
@@ -84,6 +89,9 @@ impl Dataset {
                 }
                 Err(e) => return Err(e),
             }
+        }
+        if access == Access::Map {
+            segments.iter_mut().try_for_each(Segment::map_file)?;
         }
         segments.sort_by(|a, b| (a.header.created_ns, &a.path).cmp(&(b.header.created_ns, &b.path)));
         Ok(Dataset { dir: dir.to_owned(), segments })
@@ -178,7 +186,7 @@ impl Dataset {
     /// Reads the requests' rows one after another into `targets`, one target a name of `sites`.
     pub fn read(&self, requests: &[Request], sites: &[&str], targets: &mut [Target]) -> Result<()> {
         // Kept between calls; a buffer grows to the largest chunk, at most 64 MiB.
-        let mut decoder = DECODER.take();
+        let mut decoder = DECODER.take().unwrap_or_default();
         let mut row = 0;
         let wanted: Vec<usize> = (0..sites.len()).collect();
         let maps: Vec<Vec<Option<usize>>> =
@@ -188,7 +196,7 @@ impl Dataset {
             job.tokens(r.id, r.start, r.stop, r.token_ids, &wanted, row, MAX_PREFIXES)?;
             row += (r.stop - r.start) as usize;
         }
-        DECODER.set(decoder);
+        DECODER.set(Some(decoder));
         Ok(())
     }
 }
@@ -324,7 +332,7 @@ impl Job<'_, '_> {
                 for w in &local {
                     self.targets[w.1].row = row + (cursor - start) as usize;
                 }
-                let chunk = Chunk { file: &segment.file, path: &segment.path, entry: e, sites };
+                let chunk = Chunk { file: &segment.file, path: &segment.path, entry: e, sites, map: segment.map() };
                 let (a, b) = ((cursor - e.tok0) as usize, (upto - e.tok0) as usize);
                 self.decoder.read(&chunk, a, b, &local, self.targets)?;
                 cursor = upto;

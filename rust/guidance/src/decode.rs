@@ -1,12 +1,12 @@
 //! Reading rows out of a chunk's payload.
 use crate::chunk::{coding, directory_len, entries_of, parse_directory, PlaneEntry, FLAG_PLANES, FLAG_ZTAIL};
 use crate::coset::from_syndromes;
+use crate::crc::{crc32c, crc32c_append};
 use crate::error::{Error, Result};
 use crate::index::ChunkEntry;
 use crate::layout::{padded, RECORD_LEN};
 use crate::pack::unpack_row;
 use crate::schema::{Encoding, Site};
-use crc32c::{crc32c, crc32c_append};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -33,6 +33,7 @@ pub struct Target<'a> {
 /// Reads chunks; holds the decompressor and its buffers.
 pub struct Decoder {
     zstd: zstd::bulk::Decompressor<'static>,
+    directory: Vec<u8>,
     payload: Vec<u8>,
     scales: Vec<u8>,
 }
@@ -40,7 +41,7 @@ pub struct Decoder {
 impl Default for Decoder {
     fn default() -> Self {
         let zstd = zstd::bulk::Decompressor::new().expect("zstd context");
-        Decoder { zstd, payload: Vec::new(), scales: Vec::new() }
+        Decoder { zstd, directory: Vec::new(), payload: Vec::new(), scales: Vec::new() }
     }
 }
 
@@ -54,11 +55,24 @@ pub struct Chunk<'a> {
     pub entry: ChunkEntry,
     /// The sites it covers.
     pub sites: &'a [Site],
+    /// The file in memory, if it is mapped.
+    pub map: Option<&'a [u8]>,
 }
 
 impl Chunk<'_> {
     fn damaged(&self, what: impl Into<String>) -> Error {
         Error::corrupt(self.path, self.entry.off, what)
+    }
+
+    /// `len` bytes of the payload from `at` on: in the map, or read into `buffer`.
+    fn bytes<'b>(&'b self, buffer: &'b mut Vec<u8>, at: usize, len: usize) -> Result<&'b [u8]> {
+        if let Some(map) = self.map {
+            let from = self.entry.off as usize + RECORD_LEN + at;
+            return map.get(from..from + len).ok_or_else(|| self.damaged("the file ends inside this chunk"));
+        }
+        let buffer = grown(buffer, len);
+        self.read(buffer, at as u64)?;
+        Ok(buffer)
     }
 
     fn read(&self, buf: &mut [u8], at: u64) -> Result<()> {
@@ -78,9 +92,8 @@ fn grown(buffer: &mut Vec<u8>, len: usize) -> &mut [u8] {
 }
 
 /// Reads and checks one block of a `planes` chunk.
-fn block<'a>(buffer: &'a mut Vec<u8>, chunk: &Chunk, p: &PlaneEntry) -> Result<&'a [u8]> {
-    let block = grown(buffer, p.len);
-    chunk.read(block, p.off as u64)?;
+fn block<'a>(buffer: &'a mut Vec<u8>, chunk: &'a Chunk, p: &PlaneEntry) -> Result<&'a [u8]> {
+    let block = chunk.bytes(buffer, p.off, p.len)?;
     if crc32c(block) != p.crc {
         return Err(chunk.damaged("plane checksum"));
     }
@@ -133,6 +146,9 @@ fn copy_scales(site: &Site, src: &[u8], plane: usize, rows: usize, out: &mut Tar
         return;
     };
     let dst = &mut dst[first * heads * row..(first + rows) * heads * row];
+    if bits < 8 && heads == 1 && row * bits as usize % 8 == 0 {
+        return unpack_row(bits, src, dst);
+    }
     if bits < 8 {
         let stored = src.chunks_exact(site.stored_scale_row());
         for (src, dst) in stored.zip(dst.chunks_exact_mut(row).skip(head).step_by(heads)) {
@@ -153,6 +169,9 @@ fn copy_checks(site: &Site, src: &[u8], plane: usize, rows: usize, out: &mut Tar
     let (head, first, row) = (plane - out.heads.0, out.row, site.check_row());
     let Some(dst) = out.checks.as_deref_mut().filter(|_| row > 0) else { return };
     let dst = &mut dst[first * heads * row..(first + rows) * heads * row];
+    if heads == 1 {
+        return dst.copy_from_slice(src);
+    }
     for (src, dst) in src.chunks_exact(row).zip(dst.chunks_exact_mut(row).skip(head).step_by(heads)) {
         dst.copy_from_slice(src);
     }
@@ -201,8 +220,7 @@ impl Decoder {
         targets: &mut [Target],
     ) -> Result<()> {
         let (e, ntok) = (&chunk.entry, chunk.entry.ntok as usize);
-        let whole = grown(&mut self.payload, padded(e.len as usize));
-        chunk.read(whole, 0)?;
+        let whole = chunk.bytes(&mut self.payload, 0, padded(e.len as usize))?;
         if crc32c(whole) != e.crc {
             return Err(chunk.damaged("payload checksum"));
         }
@@ -264,9 +282,8 @@ impl Decoder {
         if dir_len > payload_len {
             return Err(chunk.damaged("plane directory is longer than its chunk"));
         }
-        let mut dir = vec![0u8; dir_len];
-        chunk.read(&mut dir, 0)?;
-        let planes = parse_directory(&dir, chunk.sites, ntok, payload_len).map_err(|w| chunk.damaged(w))?;
+        let dir = chunk.bytes(&mut self.directory, 0, dir_len)?;
+        let planes = parse_directory(dir, chunk.sites, ntok, payload_len).map_err(|w| chunk.damaged(w))?;
         let (mut first, mut next) = (0, 0);
         for &(site_i, target) in wants {
             first += entries_of(&chunk.sites[next..site_i]);
@@ -288,7 +305,8 @@ impl Decoder {
                     && out.heads == (0, 1)
                     && !out.unpack
                     && site.encoding != Encoding::Rm15
-                    && out.codes.is_some();
+                    && out.codes.is_some()
+                    && chunk.map.is_none();
                 let rest = if direct {
                     // A whole plane of packed codes is read to where it is wanted.
                     let at = out.row * code_row;

@@ -1,6 +1,6 @@
 //! The fixed structures of a segment: file header, record header, postscript. All little-endian.
+use crate::crc::crc32c;
 use crate::error::{Error, Result};
-use crc32c::crc32c;
 use std::path::Path;
 
 /// First bytes of a segment.

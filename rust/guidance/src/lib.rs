@@ -10,6 +10,7 @@ compile_error!("the store is written for 64-bit little-endian Unix");
 
 pub mod chunk;
 pub mod coset;
+pub mod crc;
 pub mod dataset;
 pub mod decode;
 pub mod error;
@@ -31,7 +32,7 @@ pub use index::Status;
 pub use schema::{Encoding, GlobalScale, ScaleFormat, Schema, Site};
 pub use writer::{Options, Sync, Writer};
 
-pub use crc32c::crc32c;
+pub use crc::crc32c;
 
 /// CRC32C of token ids as little-endian int64: what a chunk keeps to recognise its tokens.
 pub fn token_crc(ids: &[i64]) -> u32 {

@@ -1,11 +1,11 @@
 //! Rebuilding the index of a segment that has none, beside it. The segment's own bytes are never touched.
+use crate::crc::crc32c;
 use crate::dataset::segment_files;
 use crate::error::{Error, Result};
 use crate::index::Index;
 use crate::layout::{FileHeader, Postscript, POST_LEN};
 use crate::scan::{Bounds, Damage};
 use crate::segment::{read_head, read_tail, HEADLESS};
-use crc32c::crc32c;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};

@@ -1,10 +1,10 @@
 //! Walking a segment's records without its index.
 use crate::chunk::check_payload;
+use crate::crc::crc32c;
 use crate::error::{Error, Result};
 use crate::index::{ChunkEntry, IndexBuilder, Traj};
 use crate::layout::{kind, FileHeader, RecordHeader, ALIGN, MAX_PAYLOAD, RECORD_LEN, RECORD_MAGIC};
 use crate::schema::Site;
-use crc32c::crc32c;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;

@@ -1,13 +1,25 @@
 //! Opening one segment file.
+use crate::crc::crc32c;
 use crate::error::{Error, Result};
 use crate::index::Index;
 use crate::layout::{padded, FileHeader, Postscript, HEADER_LEN, POST_LEN};
 use crate::scan::{Bounds, Damage};
 use crate::schema::Schema;
-use crc32c::crc32c;
+use memmap2::{Mmap, MmapOptions};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+
+/// How chunks are read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Access {
+    /// `pread` into buffers.
+    #[default]
+    Read,
+    /// From a memory map: one copy less. Whoever shortens a mapped file kills its readers (SIGBUS), which a writer of
+    /// ours never does.
+    Map,
+}
 
 /// An open segment.
 #[derive(Debug)]
@@ -30,6 +42,7 @@ pub struct Segment {
     pub sealed: bool,
     /// What did not pass its checks while opening.
     pub damage: Vec<Damage>,
+    map: Option<Mmap>,
 }
 
 /// What [`read_head`] says of a file that ends before its first record: a writer that died at its very start.
@@ -106,7 +119,18 @@ impl Segment {
                 Ok((post, index)) => {
                     let path = path.to_owned();
                     let records_end = post.index_off;
-                    return Ok(Segment { path, file, len, header, schema, index, records_end, sealed, damage });
+                    return Ok(Segment {
+                        path,
+                        file,
+                        len,
+                        header,
+                        schema,
+                        index,
+                        records_end,
+                        sealed,
+                        damage,
+                        map: None,
+                    });
                 }
                 Err(d) => damage.push(d),
             }
@@ -122,6 +146,7 @@ impl Segment {
                 records_end,
                 sealed,
                 damage: Vec::new(),
+                map: None,
             });
         }
         let bounds = Bounds {
@@ -135,6 +160,20 @@ impl Segment {
         let scan = bounds.scan()?;
         damage.extend(scan.damage.into_iter().filter(|d| !d.torn_tail));
         let (index, records_end) = (scan.builder.build(), scan.valid_end);
-        Ok(Segment { path: path.to_owned(), file, len, header, schema, index, records_end, sealed, damage })
+        Ok(Segment { path: path.to_owned(), file, len, header, schema, index, records_end, sealed, damage, map: None })
+    }
+
+    /// Maps the file, as long as it was when it was opened.
+    pub fn map_file(&mut self) -> Result<()> {
+        let len = self.len as usize;
+        // SAFETY: every read goes through a checksum over the same bytes; a file that is shortened is documented.
+        let map = unsafe { MmapOptions::new().len(len).map(&self.file) };
+        self.map = Some(map.map_err(|e| Error::io(&self.path, "map", e))?);
+        Ok(())
+    }
+
+    /// The mapped file.
+    pub fn map(&self) -> Option<&[u8]> {
+        self.map.as_deref()
     }
 }

@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use std::path::PathBuf;
 use tracekit_guidance::scan::Damage;
+use tracekit_guidance::segment::Access;
 use tracekit_guidance::{Dataset, Request, Target};
 
 type Array<'py> = Option<Bound<'py, PyAny>>;
@@ -29,8 +30,10 @@ pub struct Reader(Dataset);
 #[pymethods]
 impl Reader {
     #[new]
-    fn new(py: Python<'_>, dir: PathBuf) -> PyResult<Self> {
-        let data = py.detach(|| Dataset::open(&dir)).map_err(|e| raise(py, e))?;
+    #[pyo3(signature = (dir, mmap=false))]
+    fn new(py: Python<'_>, dir: PathBuf, mmap: bool) -> PyResult<Self> {
+        let access = if mmap { Access::Map } else { Access::Read };
+        let data = py.detach(|| Dataset::open_with(&dir, access)).map_err(|e| raise(py, e))?;
         Ok(Reader(data))
     }
 

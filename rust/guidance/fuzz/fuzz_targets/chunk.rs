@@ -1,6 +1,6 @@
 //! Any bytes as a chunk's payload, in either layout and every encoding.
 #![no_main]
-use crc32c::crc32c;
+use tracekit_guidance::crc32c;
 use libfuzzer_sys::fuzz_target;
 use std::io::Write;
 use tracekit_guidance::chunk::{directory_len, entries_of};

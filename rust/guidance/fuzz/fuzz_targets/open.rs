@@ -1,7 +1,7 @@
 //! Any bytes as a segment, sealed and unsealed: open, look up, read, verify, recover. The harness repairs checksums,
 //! so that the fuzzer gets behind them.
 #![no_main]
-use crc32c::crc32c;
+use tracekit_guidance::crc32c;
 use libfuzzer_sys::fuzz_target;
 use tracekit_guidance::{Dataset, Request, Target};
 

@@ -1,10 +1,10 @@
 //! One segment file being written.
 use crate::chunk::{payload_crc, Payload};
+use crate::crc::crc32c;
 use crate::error::{Error, Result};
 use crate::index::{ChunkEntry, IndexBuilder, Traj};
 use crate::layout::{kind, padded, FileHeader, Postscript, RecordHeader, ALIGN, MAJOR, MINOR};
 use crate::schema::{Schema, Site};
-use crc32c::crc32c;
 use std::fs::{File, OpenOptions};
 use std::io::{IoSlice, Write};
 use std::os::fd::IntoRawFd;
