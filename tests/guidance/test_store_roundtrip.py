@@ -1,5 +1,7 @@
 """What is written comes back, whatever the sizes, the order and the way of writing."""
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -127,3 +129,28 @@ def test_segments_roll_over_and_read_as_one(tmp_path, store):
     data = store.dataset(tmp_path, [50] * 40, roll_bytes=20_000)
     assert len(list(tmp_path.glob("*.tkg"))) > 3 and not list(tmp_path.glob("*.open"))
     store.check(open_dataset(tmp_path).read_batch(data.ids), data.rows, slice(None))
+
+
+@pytest.mark.parametrize("encoding", ["lossless", "compact", "rm15"])
+def test_a_mapped_dataset_reads_the_same_bytes(tmp_path, store, encoding):
+    data = store.dataset(tmp_path, [300, 1, 40], schema=store.wide_schema(), encoding=encoding, chunk_tokens=64)
+    plain, mapped = open_dataset(tmp_path), open_dataset(tmp_path, mmap=True)
+    again = pickle.loads(pickle.dumps(mapped))
+    for reader in (mapped, again):
+        assert reader.mmap
+        for starts, stops in ((0, data.lengths), ([17, 0, 3], [170, 1, 40])):
+            want = plain.read_batch(data.ids, starts, stops, token_ids=data.tokens)
+            got = reader.read_batch(data.ids, starts, stops, token_ids=data.tokens)
+            for name, record in want.items():
+                for a, b in zip((*record, record.checks), (*got[name], got[name].checks), strict=True):
+                    assert (a is None and b is None) or np.array_equal(a, b)
+
+
+def test_a_mapped_dataset_notices_a_flipped_bit(tmp_path, store):
+    data = store.dataset(tmp_path, [40], schema=store.wide_schema())
+    (path,) = tmp_path.glob("*.tkg")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="checksum"):
+        open_dataset(tmp_path, mmap=True).read_batch(data.ids)
