@@ -67,8 +67,11 @@ class WarmstartConfig:
 class RolloutConfig:
     """Sampling of responses."""
 
-    engine: Literal["in_process"] = "in_process"
-    """Which engine samples. `in_process` needs nothing but torch."""
+    engine: Literal["in_process", "sglang"] = "in_process"
+    """Which engine samples. `in_process` needs nothing but torch; `sglang` starts one on this machine, with the plugin
+    that rounds and records."""
+    sglang: dict = field(default_factory=dict)
+    """Further arguments of `sglang.Engine`, by their own names."""
     prompts_per_step: int = 64
     """Prompts of a step."""
     group_size: int = 8

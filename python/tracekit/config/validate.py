@@ -82,6 +82,7 @@ def validate(config: Config) -> None:
     for problem in _blocks(config):
         raise ConfigError(problem)
     _guidance(config)
+    _sglang(config)
     _algo(config)
 
 
@@ -160,6 +161,18 @@ def _guidance(config: Config) -> None:
         raise ConfigError(f"guidance.sites = {guidance.sites}: each site once")
     if guidance.bits and not guidance.sites:
         raise ConfigError("guidance.sites is empty; name a site, or set guidance.bits to 0 for plain QAT")
+
+
+def _sglang(config: Config) -> None:
+    """What the engine's plugin does not do."""
+    if config.rollout.engine != "sglang":
+        return
+    if config.quant.global_scale == "token":
+        raise ConfigError(
+            'quant.global_scale = "token": the SGLang plugin rounds under static scales; set it to "static"'
+        )
+    if config.guidance.bits and config.guidance.mode == "scale_only":
+        raise ConfigError('guidance.mode = "scale_only": the SGLang plugin records codes; set it to "codes"')
 
 
 def _algo(config: Config) -> None:

@@ -89,15 +89,18 @@ class GuidedGroupedExperts(GroupedExperts):
         self._rounded: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def refresh(self, profile: str | None) -> None:
-        """Round the weights [E, out, in] under `profile`; gate and up projection share each expert's amax."""
+    def refresh(self, profile: str | None, *, power_of_two: bool = False) -> None:
+        """Round the weights [E, out, in] under `profile`; gate and up projection share each expert's amax.
+
+        With `power_of_two` global scales BF16 holds the rounded values exactly, for samplers that take them so."""
         local = {name: _local(getattr(self, name)).detach() for name in EXPERT_WEIGHTS}
         if profile is None:
             self.packed = {}
             self._rounded = {name: w.bfloat16().to(w.dtype) for name, w in local.items()}
             return
-        shared = numerics.expert_global_scale(local["w1_EFD"], local["w3_EFD"], profile=profile)
-        down = numerics.expert_global_scale(local["w2_EDF"], profile=profile)
+        rule = {"profile": profile, "power_of_two": power_of_two}
+        shared = numerics.expert_global_scale(local["w1_EFD"], local["w3_EFD"], **rule)
+        down = numerics.expert_global_scale(local["w2_EDF"], **rule)
         scales = {"w1_EFD": shared, "w3_EFD": shared, "w2_EDF": down}
         self.packed = {name: numerics.quantize(w, profile, global_scale=scales[name]) for name, w in local.items()}
         self._rounded = {name: self.packed[name].dequantize(w.dtype) for name, w in local.items()}

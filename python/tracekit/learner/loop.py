@@ -14,6 +14,7 @@ from tracekit.config import guided_sites
 from tracekit.config.schema import Config
 from tracekit.guidance import open_dataset
 from tracekit.learner.critic import Critic
+from tracekit.learner.engines import start_engine
 from tracekit.learner.learner import Learner
 from tracekit.learner.reference import Reference
 from tracekit.learner.sampling import Sampled, Sampler, step_seed
@@ -22,7 +23,6 @@ from tracekit.learner.update import Experience, MiniStep, Update
 from tracekit.log import Timer
 from tracekit.objectives import Objective, from_config
 from tracekit.objectives.metrics import Metrics
-from tracekit.rollout.engine import InProcessEngine
 from tracekit.runs import RunFolder
 
 OF_ONE_STEP = ("policy/loss", "policy/tokens", "policy/responses", "critic/loss")
@@ -32,7 +32,7 @@ BY_MINI_STEP = ("policy/loss", "policy/ratio_max", "policy/clip_frac", "policy/a
 
 
 class Loop:
-    """One process: the in-process engine and the learner take turns."""
+    """The engine and the learner take turns."""
 
     def __init__(
         self,
@@ -56,15 +56,7 @@ class Loop:
         scales = {site: torch.tensor(g, device=learner.device) for site, g in state.static_scales.items()}
         static_scales = scales if config.quant.global_scale == "static" else None
         sites = [site.name for site in guided_sites(config)]
-        self.engine = InProcessEngine(
-            config.model,
-            config.quant,
-            eos_id=tokenizer.eos_id,
-            pad_id=tokenizer.pad_id,
-            static_scales=static_scales,
-            dtype=getattr(torch, config.rollout.dtype),
-        )
-        self.engine.load(learner.publish())
+        self.engine = start_engine(config, run, learner, tokenizer, static_scales=static_scales)
         self.objective = objective or from_config(config.algo, config.rollout)
         if state.objective:
             self.objective.load_state_dict(state.objective)
@@ -150,6 +142,11 @@ class Loop:
         self.update.open(x)
         whole = self.update.whole_batch(x, filtered=False)
         self.objective.begin_batch([whole], reference=[whole])
+
+    def close(self) -> None:
+        """End an engine that has processes of its own."""
+        if hasattr(self.engine, "shutdown"):
+            self.engine.shutdown()
 
     def evaluate(self) -> float:
         """Greedy accuracy on the held-out problems, in the quantised engine."""

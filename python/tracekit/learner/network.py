@@ -30,7 +30,7 @@ class Network:
     def refresh(self) -> None:
         """Round the experts' weights for the forwards up to the next change of the weights."""
         for experts in self.experts.values():
-            experts.refresh(self.experts_profile)
+            experts.refresh(self.experts_profile, power_of_two=self.config.rollout.engine == "sglang")
 
     # -- forward
 

@@ -83,8 +83,11 @@ def train(config: Config, run: RunFolder, resume: bool, log: StepLog) -> int:
         log.event("eval", {"eval/accuracy": state.before["accuracy"]}, step=0)
     if state.step >= config.steps:
         log.note(f"nothing left to do: the run is at step {state.step}, steps = {config.steps}")
-    _steps(config, log, loop, sampler, checkpoints)
-    after = loop.evaluate()
+    try:
+        _steps(config, log, loop, sampler, checkpoints)
+        after = loop.evaluate()
+    finally:
+        loop.close()
     log.event("eval", {"eval/accuracy": after}, step=state.step)
     rows = [("held-out accuracy, greedy", f"{state.before['accuracy']:.1%}", f"{after:.1%}")]
     for label, key in MEANS.items():

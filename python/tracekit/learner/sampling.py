@@ -16,8 +16,7 @@ from tracekit.config.schema import Config
 from tracekit.log import Timer
 from tracekit.objectives.filters import DynamicSampling, overlong_penalty
 from tracekit.rollout.cache import Capture
-from tracekit.rollout.engine import InProcessEngine
-from tracekit.rollout.protocol import Rollouts
+from tracekit.rollout.protocol import Engine, Rollouts
 from tracekit.rollout.record import make_schema, write_guidance
 from tracekit.runs import RunFolder
 
@@ -45,7 +44,7 @@ class Sampler:
         self,
         config: Config,
         run: RunFolder,
-        engine: InProcessEngine,
+        engine: Engine,
         task: Any,
         tokenizer: Any,
         *,
@@ -108,23 +107,30 @@ class Sampler:
         """
         r = self.config.rollout
         prompts = [self.tokenizer.encode_prompt(p.prompt) for p in problems]
-        capture = Capture(sites=self.sites) if self.sites else None
-        self.engine.capture = capture
+        options = {
+            "group_size": r.group_size,
+            "temperature": r.temperature,
+            "max_response_len": r.max_response_len,
+            "seed": (step_seed(self.config.seed, step) + 7919 * first_prompt) & 0x7FFFFFFF,
+            "topk": self.topk,
+        }
+        writes_itself = getattr(self.engine, "writes_guidance", False)
+        capture = Capture(sites=self.sites) if self.sites and not writes_itself else None
+        if writes_itself:
+            options["step"] = self.folder(step).name
+            options["names"] = self.names(step, first_prompt, len(prompts)) if self.sites else ()
+        else:
+            self.engine.capture = capture
         with self.timer.section("rollout"):
-            rollouts = self.engine.generate(
-                prompts,
-                group_size=r.group_size,
-                temperature=r.temperature,
-                max_response_len=r.max_response_len,
-                seed=(step_seed(self.config.seed, step) + 7919 * first_prompt) & 0x7FFFFFFF,
-                topk=self.topk,
-            )
-        self.engine.capture = None
+            rollouts = self.engine.generate(prompts, **options)
+        if not writes_itself:
+            self.engine.capture = None
         with self.timer.section("reward"):
             accuracy = self.grade(problems, rollouts)
+        first = np.arange(0, len(rollouts.group), r.group_size)
         if capture:
             with self.timer.section("guidance_write"):
-                self.guidance_bytes = write_guidance(
+                write_guidance(
                     self.folder(step),
                     make_schema(self.config, self.static_scales),
                     capture,
@@ -133,10 +139,18 @@ class Sampler:
                     encoding=self.config.guidance.encoding,
                     first_prompt=first_prompt,
                 )
-            first = np.arange(0, len(rollouts.group), r.group_size)
             tokens = int(rollouts.prompt_len[first].sum() + (rollouts.response_len - 1).sum())
+        else:
+            tokens = int(rollouts.n_input.sum())
+        if self.sites:
+            self.guidance_bytes = sum(f.stat().st_size for f in self.folder(step).rglob("*") if f.is_file())
             self.recorded_tokens = tokens + (self.recorded_tokens if first_prompt else 0)
         return rollouts, accuracy
+
+    def names(self, step: int, first_prompt: int, prompts: int) -> list[str]:
+        """The trajectory of each row of a round, for engines that record themselves."""
+        size = self.config.rollout.group_size
+        return [f"{step:06d}.{first_prompt + p:04d}.{i:02d}" for p in range(prompts) for i in range(size)]
 
     def grade(self, problems: Sequence[Any], rollouts: Rollouts) -> np.ndarray:
         """Score of each row, float32 [N]. A response that was cut by length has no answer."""

@@ -47,8 +47,8 @@ def write_guidance(
     step: int,
     encoding: str,
     first_prompt: int = 0,
-) -> int:
-    """Write records of a step to `folder` and name each row's trajectory in `rollouts`. Returns the folder's bytes.
+) -> None:
+    """Write records of a step to `folder` and name each row's trajectory in `rollouts`.
 
     A group's prompt is a record of its own; its siblings name it as their prefix and start behind it. Prompts are
     numbered within the step from `first_prompt` on.
@@ -80,7 +80,6 @@ def write_guidance(
             policy_version=rollouts.version,
             prefixes=[(prompt_ids[g], int(rollouts.prompt_len[i])) for i, g in enumerate(rollouts.group)],
         )
-    return sum(f.stat().st_size for f in Path(folder).rglob("*") if f.is_file())
 
 
 def _rows(capture: Capture, schema: GuidanceSchema, part: str) -> dict:

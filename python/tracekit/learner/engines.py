@@ -1,0 +1,70 @@
+"""The engine that a configuration asks for, serving the learner's weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from tracekit.config.schema import Config
+from tracekit.learner.learner import Learner
+from tracekit.rollout.engine import InProcessEngine
+from tracekit.rollout.protocol import Engine
+from tracekit.rollout.record import make_schema
+from tracekit.runs import RunFolder
+
+
+def start_engine(
+    config: Config,
+    run: RunFolder,
+    learner: Learner,
+    tokenizer: Any,
+    *,
+    static_scales: dict[str, torch.Tensor] | None,
+) -> Engine:
+    """An engine with the learner's current weights. Raises EngineError when it does not start."""
+    weights = learner.publish()
+    if config.rollout.engine == "sglang":
+        engine = _sglang(config, run, learner, tokenizer, weights, static_scales)
+    else:
+        engine = InProcessEngine(
+            config.model,
+            config.quant,
+            eos_id=tokenizer.eos_id,
+            pad_id=tokenizer.pad_id,
+            static_scales=static_scales,
+            dtype=getattr(torch, config.rollout.dtype),
+        )
+    engine.load(weights)
+    return engine
+
+
+def _sglang(config, run, learner, tokenizer, weights, static_scales):
+    from tracekit.learner.hf import published_tensors, save_hf
+    from tracekit.rollout.sglang.engine import SGLangEngine
+    from tracekit.rollout.sglang.settings import Settings
+
+    folder = run.path / "engine_model"
+    ids = {"eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
+    save_hf(folder, learner.model, config.model, learner.vocab_size, weights, **ids)
+    settings = Settings(
+        folder=str(run.guidance.resolve()),
+        experts=None if config.quant.experts == "none" else config.quant.experts,
+        kv=None if config.quant.kv == "none" else config.quant.kv,
+        static_scales={site: float(g) for site, g in (static_scales or {}).items()},
+        sites=make_schema(config, static_scales).sites,
+        encoding=config.guidance.encoding,
+        user={"run": config.name},
+    )
+    return SGLangEngine(
+        folder,
+        settings,
+        tensors=partial(published_tensors, learner.model),
+        layers=config.model.n_layers,
+        top_k=config.model.top_k,
+        eos_id=tokenizer.eos_id,
+        context=config.model.max_seq_len,
+        seed=config.seed,
+        arguments=config.rollout.sglang,
+    )

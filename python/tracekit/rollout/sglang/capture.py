@@ -1,0 +1,68 @@
+"""The engine's rounding: one call a site and forward, into buffers that exist before any CUDA graph is captured."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tracekit.errors import EngineError
+from tracekit.kernels import quantize_pack_into
+from tracekit.numerics import profile_info
+from tracekit.rollout.sglang.settings import Settings
+
+
+class Rounder:
+    """Rounds activations to four bits and keeps codes and scales of the recorded sites.
+
+    `tokens` is the most tokens that one forward has.
+    """
+
+    def __init__(self, settings: Settings, tokens: int, device: torch.device) -> None:
+        self.settings, self.tokens = settings, tokens
+        self.recorded = {site.name: site for site in settings.sites}
+        self.buffers: dict[str, Tensor] = {}
+        for site in settings.sites:
+            planes = (site.planes,) if site.planes > 1 or site.name[-2:] in (".k", ".v") else ()
+            if site.bits:
+                self.buffers[f"{site.name}/codes"] = self._empty(tokens, *planes, site.code_row, device=device)
+            self.buffers[f"{site.name}/scales"] = self._empty(tokens, *planes, site.scale_row, device=device)
+        self._scales = {name: torch.tensor([g], device=device) for name, g in settings.static_scales.items()}
+        self._kept: dict[str, Tensor] = {}
+
+    @staticmethod
+    def _empty(*shape: int, device: torch.device) -> Tensor:
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+
+    def round(self, site: str, x: Tensor, profile: str) -> Tensor:
+        """`x` [T, K] or [T, heads, K] rounded under `profile`, as a new tensor of its type; recorded if it is to be."""
+        info = profile_info(profile)
+        values = torch.empty_like(x, memory_format=torch.contiguous_format)
+        scales = x.new_empty((*x.shape[:-1], x.shape[-1] // info.block), dtype=torch.uint8)
+        packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
+        low, bits, spec = None, 0, self.recorded.get(site)
+        if spec is not None:
+            if len(x) > self.tokens:
+                raise EngineError(f"tracekit: a forward of {len(x)} tokens, buffers are for {self.tokens}")
+            scales = self.buffers[f"{site}/scales"][: len(x)]
+            if spec.bits:
+                low, bits = self.buffers[f"{site}/codes"][: len(x)], spec.bits
+            if self.settings.keep_activations:
+                self._kept[site] = x.detach().clone()
+        quantize_pack_into(
+            x.contiguous(),
+            profile,
+            global_scale=self._scales.get(site) if info.has_global else None,
+            packed=packed,
+            scales=scales,
+            low=low,
+            bits=bits,
+            values=values,
+        )
+        return values
+
+    def take(self, count: int) -> dict[str, Tensor]:
+        """Copies of the last forward's first `count` rows: the buffers are written again while these travel."""
+        out = {name: buffer[:count].clone() for name, buffer in self.buffers.items()}
+        if self.settings.keep_activations:
+            out |= {f"{site}/x": x[:count].float() for site, x in self._kept.items()}
+        return out

@@ -1,0 +1,271 @@
+"""The plugin: hooks in SGLang's own registry, all of them or none.
+
+Entry point `sglang.srt.plugins`; SGLang calls `register` in each of its processes, before the engine is built. Without
+settings in the environment it does nothing. SGLang only logs a hook that does not apply, so the first hook that runs
+checks that the others are in place and stops the engine otherwise.
+
+| hook | why |
+|---|---|
+| `FusedMoE.run_moe_core`, around | the experts' input is rounded and recorded; the router and shared experts keep theirs |
+| `SiluAndMul.forward_native` or the runners' `silu_and_mul`, after | the second GEMM's input is rounded |
+| `RadixAttention.forward`, before | K and V are rounded before attention and cache see them |
+| `ModelRunner.init_routed_experts_capturer`, after | buffers exist before any CUDA graph is captured |
+| `ModelRunner.forward`, after | a forward's rows travel on the engine's own copy stream |
+| `_maybe_collect_routed_experts`, around | a finished request's rows are gathered while it holds its slots |
+| `schedule_batch.release_req`, before | rows of a request that is pushed out are kept: they go with its old tokens |
+| `end_weight_update`, after | rows carry the policy version that computed them |
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+
+from tracekit.errors import EngineError
+from tracekit.rollout.sglang.capture import Rounder
+from tracekit.rollout.sglang.handover import Finished, Handover
+from tracekit.rollout.sglang.settings import Settings
+from tracekit.rollout.sglang.store import SlotStore
+
+logger = logging.getLogger(__name__)
+
+RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+
+
+class Plugin:
+    """What the hooks share in one scheduler process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.rounder: Rounder | None = None
+        self.store: SlotStore | None = None
+        self.handover: Handover | None = None
+        self.targets: list[str] = []
+        self.version = 0
+        self._inside: int | None = None
+        """Layer whose experts run now."""
+        self._kept: dict[str, tuple[dict[str, np.ndarray], np.ndarray]] = {}
+        """Rows of requests that were pushed out, by request id."""
+
+    # -- start
+
+    def start(self, runner: object) -> None:
+        """Allocate, once the engine knows its sizes. Raises EngineError for what is not supported."""
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        missing = [target for target in self.targets if target not in HookRegistry._patched]
+        if missing:
+            raise EngineError(f"tracekit: this SGLang has no {missing[0]}; see docs/sglang.md for the versions")
+        args = runner.server_args
+        refuse_unsupported(args)
+        tokens = max(args.max_prefill_tokens or 0, args.chunked_prefill_size or 0, runner.max_running_requests or 0, 1)
+        slots = runner.max_total_num_tokens + (runner.page_size or 1) + tokens
+        if hasattr(runner, "kv_index_translator"):
+            slots = max(slots, runner.kv_index_translator.capture_token_capacity(runner.max_token_pool_size))
+        self.rounder = Rounder(self.settings, tokens, torch.device(runner.device))
+        self.store = SlotStore(slots)
+        if self.settings.sites:
+            self.handover = Handover(self.settings)
+
+    # -- inside a forward
+
+    def experts(self, run, layer: object, dispatch_output: object):
+        """Around `FusedMoE.run_moe_core`."""
+        profile = self.settings.experts
+        if profile is None or self.rounder is None:
+            return run(layer, dispatch_output)
+        x = self.rounder.round(f"layers.{layer.layer_id}.moe_input", dispatch_output.hidden_states, profile)
+        self._inside = layer.layer_id
+        try:
+            return run(layer, dispatch_output._replace(hidden_states=x))
+        finally:
+            self._inside = None
+
+    def hidden(self, out: torch.Tensor) -> torch.Tensor:
+        """The rounded second GEMM's input, for calls inside the experts; `out` itself elsewhere."""
+        if self._inside is None or len(out) == 0:
+            return out
+        return self.rounder.round(f"layers.{self._inside}.moe_hidden", out, self.settings.experts)
+
+    def attention(self, layer: object, q, k, v, *rest, **named):
+        """Before `RadixAttention.forward`: its arguments, with K and V rounded."""
+        profile = self.settings.kv
+        if profile is not None and self.rounder is not None and k is not None:
+            k, v = (
+                self.rounder.round(f"layers.{layer.layer_id}.{name}", x.reshape(-1, heads, width), profile)
+                for name, x, heads, width in (
+                    ("k", k, layer.tp_k_head_num, layer.qk_head_dim),
+                    ("v", v, layer.tp_v_head_num, layer.v_head_dim),
+                )
+            )
+        return (layer, q, k, v, *rest), named
+
+    # -- after a forward
+
+    def forward(self, out: object, runner: object, batch: object) -> object:
+        """Lets the rows of this forward ride with the engine's own output."""
+        if runner.is_draft_worker or self.store is None or not self.settings.sites:
+            return out
+        slots = getattr(batch, "out_cache_loc_virtual", None)
+        slots = batch.out_cache_loc if slots is None else slots
+        ride = Ride(self, out.routed_experts_output, slots.clone(), self.rounder.take(len(slots)))
+        from sglang.srt.runtime_context import get_schedule
+
+        if get_schedule().disable_overlap_schedule:
+            ride.finalize()
+        else:
+            out.routed_experts_output = ride
+        return out
+
+    def rows(self, processor: object, req: object, count: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Rows of a request's first `count` tokens, and the policy version of each."""
+        pool = req.kv.req_pool_idx if hasattr(getattr(req, "kv", None), "req_pool_idx") else req.req_pool_idx
+        slots = processor.req_to_token_pool.req_to_token[pool][:count].long().cpu().numpy()
+        return self.store.take(slots)
+
+    def pushed_out(self, *, req: object, req_to_token_pool: object, **_: object) -> None:
+        """Before `release_req`: keep what the sampler computed for tokens that it has already sampled."""
+        if self.store is None or req.finished():
+            return
+        count = len(req.origin_input_ids) + len(req.output_ids) - 1
+        if not req.output_ids or count < 1:
+            return
+        holder = type("Pools", (), {"req_to_token_pool": req_to_token_pool})
+        fresh = self.rows(holder, req, count)
+        self._kept[req.rid] = _joined(self._kept.get(req.rid), fresh)
+
+    def finished(self, processor: object, req: object) -> None:
+        """A request has ended and still holds its slots: hand its rows over."""
+        kept = self._kept.pop(req.rid, None)
+        step, _, trajectory = req.rid.partition("/")
+        if self.handover is None or not trajectory:
+            return
+        tokens = np.array([*req.origin_input_ids, *req.output_ids_through_stop], np.int64)
+        if not len(req.output_ids_through_stop):
+            return  # ended before its first token: nothing to train on
+        arrays, versions = _joined(kept, self.rows(processor, req, len(tokens) - 1))
+        if self.settings.keep_activations:
+            self._write_activations(step, trajectory, tokens, arrays, versions)
+        self.handover.put(Finished(step=step, trajectory=trajectory, tokens=tokens, arrays=arrays, versions=versions))
+
+    def _write_activations(self, step, trajectory, tokens, arrays, versions) -> None:
+        from pathlib import Path
+
+        folder = Path(self.settings.folder) / "activations" / step
+        folder.mkdir(parents=True, exist_ok=True)
+        names = {name.replace("/", "|"): array for name, array in arrays.items()}
+        np.savez(folder / f"{trajectory}.npz", tokens=tokens, versions=versions, **names)
+
+
+class Ride:
+    """Rows on their way to the host, in the shape of SGLang's own routed-experts output."""
+
+    def __init__(self, plugin: Plugin, inner: object | None, slots: torch.Tensor, arrays: dict) -> None:
+        self.plugin, self.inner, self.slots, self.arrays = plugin, inner, slots, arrays
+        self.version = plugin.version
+
+    def map_device_tensors(self, copy) -> None:
+        """SGLang's device-to-host copy, on its copy stream."""
+        if self.inner is not None:
+            self.inner.map_device_tensors(copy)
+        self.slots = copy(self.slots)
+        self.arrays = {name: copy(array) for name, array in self.arrays.items()}
+
+    def finalize(self) -> None:
+        """The copies have arrived."""
+        if self.inner is not None:
+            self.inner.finalize()
+        arrays = {name: array.cpu().numpy() for name, array in self.arrays.items()}
+        self.plugin.store.put(self.slots.cpu().numpy(), arrays, self.version)
+
+
+def _joined(kept, fresh):
+    """`fresh` rows, with those of `kept` in front where there are any: they made the tokens that stand there."""
+    if kept is None:
+        return fresh
+    arrays, versions = fresh
+    n = min(len(kept[1]), len(versions))
+    arrays = {name: np.concatenate([kept[0][name][:n], array[n:]]) for name, array in arrays.items()}
+    return arrays, np.concatenate([kept[1][:n], versions[n:]])
+
+
+def refuse_unsupported(args: object) -> None:
+    """Raise EngineError for ways to run SGLang under which a slot's rows would not be its own."""
+    refused = {
+        "enable_hierarchical_cache": "prefixes that HiCache loads back get slots without rows",
+        "enable_lmcache": "prefixes that LMCache loads back get slots without rows",
+        "speculative_algorithm": "drafts move cache entries without their rows",
+        "enable_two_batch_overlap": "two batches would share the buffers",
+    }
+    for name, why in refused.items():
+        if getattr(args, name, None):
+            raise EngineError(f"tracekit does not support {name}: {why}")
+    if getattr(args, "disaggregation_mode", "null") not in ("null", None):
+        raise EngineError("tracekit does not support disaggregated prefill: its transfers have no rows")
+    backend = getattr(args, "moe_a2a_backend", "none") or "none"
+    if backend != "none":
+        raise EngineError(f"tracekit does not support moe_a2a_backend {backend}: rows arrive in another order")
+    for name, why in {"tp_size": "K and V of other ranks have no writer yet", "dp_size": "ranks share buffers"}.items():
+        if getattr(args, name, 1) > 1:
+            raise EngineError(f"tracekit does not support {name} above 1: {why}; start one engine a GPU")
+    if not getattr(args, "enable_return_routed_experts", False):
+        raise EngineError("tracekit needs --enable-return-routed-experts: rows travel with the routed experts")
+
+
+def register() -> None:
+    """Entry point `sglang.srt.plugins`."""
+    settings = Settings.from_environment()
+    if settings is None:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    plugin = Plugin(settings)
+
+    def hook(target: str, function, kind) -> None:
+        plugin.targets.append(target)
+        HookRegistry.register(target, function, kind)
+
+    def after_hidden(out, *_args, **_named):
+        return plugin.hidden(out)
+
+    def after_runner_hidden(_out, _gate_up, out, *_args, **_named):
+        out.copy_(plugin.hidden(out))
+
+    def around_collect(collect, processor, req):
+        collect(processor, req)
+        plugin.finished(processor, req)
+
+    def around_experts(run, layer, dispatch_output):
+        return plugin.experts(run, layer, dispatch_output)
+
+    def after_update(result, *_args, **_named):
+        plugin.version += 1
+        return result
+
+    hook(f"{RUNNER}.init_routed_experts_capturer", lambda _out, runner: plugin.start(runner), HookType.AFTER)
+    hook("sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.run_moe_core", around_experts, HookType.AROUND)
+    hook("sglang.srt.layers.activation.SiluAndMul.forward_native", after_hidden, HookType.AFTER)
+    if torch.cuda.is_available():
+        hook(
+            "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.silu_and_mul", after_runner_hidden, HookType.AFTER
+        )
+    hook("sglang.srt.layers.radix_attention.RadixAttention.forward", plugin.attention, HookType.BEFORE)
+    hook(
+        f"{RUNNER}.forward",
+        lambda out, runner, batch, *_args, **_named: plugin.forward(out, runner, batch),
+        HookType.AFTER,
+    )
+    hook(f"{RESULTS}._maybe_collect_routed_experts", around_collect, HookType.AROUND)
+    hook("sglang.srt.managers.schedule_batch.release_req", lambda **named: plugin.pushed_out(**named), HookType.BEFORE)
+    hook(f"{UPDATER}.end_weight_update", after_update, HookType.AFTER)
+    if not torch.cuda.is_available():
+        from sglang.srt.mem_cache.pool_host import common
+
+        def plain(dims, dtype, device, pin_memory=False, allocator=None, **_):
+            return torch.zeros(dims, dtype=dtype)  # there is no pinned memory without CUDA
+
+        common.ALLOC_MEMORY_FUNCS["cpu"] = plain
