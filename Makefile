@@ -6,7 +6,7 @@ RUN    := $(VENV)/bin/python -m
 # Cargo's own builds of the bindings look at the interpreter that they will be loaded into.
 export PYO3_PYTHON = $(abspath $(VENV))/bin/python
 
-.PHONY: quickstart test lint docs clean
+.PHONY: quickstart test test-sglang lint docs clean
 
 quickstart: $(VENV)/.installed
 	$(VENV)/bin/tracekit train configs/quickstart.toml --clean
@@ -14,6 +14,11 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(RUN) pytest
 	cargo test --workspace --release
+
+# A real engine on a CPU. Its pinned packages go beside the project's own, so it comes last in a shared environment.
+test-sglang: $(VENV)/.installed
+	$(RUN) pip install --quiet --disable-pip-version-check --no-compile --no-deps -r tests/sglang/requirements.txt
+	OMP_NUM_THREADS=1 $(RUN) pytest tests/sglang
 
 lint: $(VENV)/.installed
 	cargo clippy --workspace --all-targets --release -- -D warnings

@@ -1,6 +1,7 @@
 """The command as a person runs it: real processes, exit codes, and what is on stdout and stderr."""
 
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -164,6 +165,13 @@ def test_dry_run_refuses_what_training_would(run, flags, message):
         result = run("train", *words, *flags)
         assert result.returncode == 2 and message in result.stderr, result.stderr
         assert len(result.stderr.splitlines()) <= 3
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
+def test_an_engine_that_is_not_installed_is_refused_before_training(run, tmp_path):
+    result = run("train", "--rollout.engine", "sglang")
+    assert result.returncode == 3 and "SGLang is not installed" in result.stderr
+    assert len(result.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
 def test_keys_that_the_method_does_not_read_are_named(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import shutil
 import signal
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tracekit import config as tk
 from tracekit.config.load import split_words
+from tracekit.errors import EngineError
 from tracekit.runs import RunFolder
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ def run(words: Sequence[str], context: Context) -> int:
         print("\n".join([describe(loaded), *([""] if notes else []), *notes]))
         return 0
     RunFolder.check(loaded.config, resume="--resume" in flags, clean="--clean" in flags)
+    _check_engine(loaded.config)
     _check_task(loaded.config)
     notes = _check_objective(loaded)
     return _train(loaded, "--resume" in flags, "--clean" in flags, words, context, notes)
@@ -67,6 +70,12 @@ def _check_objective(loaded: tk.Loaded) -> list[str]:
         return []
     where = ", ".join(f"algo.{key} ({loaded.sources[f'algo.{key}']})" for key in unread)
     return [f"not read by {algo.name} with correction {algo.correction}: {where}"]
+
+
+def _check_engine(config: tk.Config) -> None:
+    """Refuse an engine that is not installed, before anything is trained for it."""
+    if config.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
+        raise EngineError('rollout.engine = "sglang": SGLang is not installed in this environment; see docs/sglang.md')
 
 
 def _check_task(config: tk.Config) -> None:

@@ -6,7 +6,7 @@ checks that the others are in place and stops the engine otherwise.
 
 | hook | why |
 |---|---|
-| `FusedMoE.run_moe_core`, around | the experts' input is rounded and recorded; the router and shared experts keep theirs |
+| `FusedMoE.run_moe_core`, around | the experts' input is rounded and recorded, the router's is not |
 | `SiluAndMul.forward_native` or the runners' `silu_and_mul`, after | the second GEMM's input is rounded |
 | `RadixAttention.forward`, before | K and V are rounded before attention and cache see them |
 | `ModelRunner.init_routed_experts_capturer`, after | buffers exist before any CUDA graph is captured |
