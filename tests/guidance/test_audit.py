@@ -137,9 +137,10 @@ def test_the_encoding_that_is_affordable_follows_the_noise():
     assert quiet.affordable() == "rm15"
     assert quiet.error("rm15") <= max(3.5 * quiet.sigma**2, quiet.error("lossless"))
     assert loud.affordable() == "lossless"
-    middle = audited(0.03, n=60)
-    assert middle.affordable() in ("compact", "low2"), middle.errors
-    assert middle.error("rm15") > max(3.5 * middle.sigma**2, middle.error("lossless"))
+    assert audited(0.06, n=60).affordable() == "low2"
+    near = audited(0.08, n=60)
+    assert near.affordable() == "compact", near.errors
+    assert near.error("rm15") > max(3.5 * near.sigma**2, near.error("lossless"))
     jumps = audited(0.003, n=20, spikes=0.01)
     assert jumps.adjacency < 0.99 and jumps.affordable() == "lossless"
 
