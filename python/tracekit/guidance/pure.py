@@ -272,7 +272,7 @@ def _trajectory(number, text, id_len, prefix_len, extra_len, first, n_tokens, n_
         policy_version=policy,
         status=STATUS[status],
         part=part,
-        extra=msgpack.unpackb(extra) if extra else None,
+        extra=msgpack.unpackb(extra, strict_map_key=False) if extra else None,
     )
 
 

@@ -26,6 +26,7 @@ class GuidanceReader:
         self, dir: Any, *, mmap: bool = False, manifest: bool = False, gap: int = 1 << 20, retries: int = 6
     ) -> None:
         self.dir = os.fspath(dir)
+        self.mmap = mmap
         self._how = {"mmap": mmap, "manifest": manifest, "gap": gap, "retries": retries}
         self._open()
 
@@ -225,7 +226,7 @@ class Trajectory:
     def extra(self) -> dict[str, Any] | None:
         """What `commit` was given."""
         data = self.parts[0]["extra"]
-        return msgpack.unpackb(data) if data else None
+        return msgpack.unpackb(data, strict_map_key=False) if data else None
 
     def read(
         self,

@@ -19,6 +19,8 @@ static COUNTING: limit::Counting = limit::Counting;
 /// Mutations a target; `TRACEKIT_FUZZ_RUNS` overrides it.
 const RUNS: usize = 20_000;
 
+type Target = fn(&[u8]);
+
 struct Random(u64);
 
 impl Random {
@@ -64,7 +66,7 @@ fn mutate(seed: &[u8], r: &mut Random) -> Vec<u8> {
 #[test]
 fn seeds_and_their_mutations_end_in_an_error_or_in_rows() {
     let runs = std::env::var("TRACEKIT_FUZZ_RUNS").ok().and_then(|n| n.parse().ok()).unwrap_or(RUNS);
-    let targets: [(&str, fn(&[u8])); 4] =
+    let targets: [(&str, Target); 4] =
         [("open", open::run), ("chunk", chunk::run), ("index", index::run), ("manifest", manifest::run)];
     for (name, run) in targets {
         let seeds = seeds::seeds(name);

@@ -8,7 +8,9 @@ pub fn run(data: &[u8]) {
     let [a, b, rest @ ..] = data else { return };
     if let Ok(schema) = Schema::decode(rest) {
         let bytes = schema.encode().expect("a schema that parses can be written");
-        assert_eq!(Schema::decode(&bytes).expect("and parsed again"), schema);
+        // Bytes, not values: a NaN among the user's metadata is not equal to itself.
+        let again = Schema::decode(&bytes).expect("and parsed again");
+        assert_eq!(again.encode().expect("and written again"), bytes);
     }
     let Ok(index) = Index::from_bytes(rest.to_vec(), *a as usize, *b as usize, Path::new("x")) else { return };
     for i in 0..index.n_chunks() {
