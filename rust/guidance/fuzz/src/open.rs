@@ -80,6 +80,7 @@ pub fn run(data: &[u8]) {
         let Some(segment) = dataset.segments.first() else { continue };
         for i in 0..segment.index.n_trajs().min(4) {
             let id = String::from_utf8_lossy(segment.index.id(i)).into_owned();
+            let _ = dataset.audit(&id);
             let Ok(parts) = dataset.find(&id) else { continue };
             let stop = parts[0].traj.n_tokens.min(16);
             let site = &segment.schema.sites[0];

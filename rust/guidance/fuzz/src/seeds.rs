@@ -48,6 +48,9 @@ fn segment(encoding: Encoding, lengths: &[usize], chunk_tokens: u32) -> (Vec<u8>
             let codes = if s.bits == 0 { Codes::None } else { Codes::Packed(&codes) };
             writer.append(handle, k, 0, &SiteRows { codes, scales: &scales, token_scale: &token_scale }, n).unwrap();
         }
+        let (codes, scales) = (vec![9u8; 64], [100u8; 4]);
+        let whole = SiteRows { codes: Codes::Unpacked(&codes), scales: &scales, token_scale: &[] };
+        writer.audit(handle, 0, &[n as u32 - 1], &whole).unwrap();
         writer.commit(handle, Status::Complete, b"\x80").unwrap();
     }
     writer.close().unwrap();
