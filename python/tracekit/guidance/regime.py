@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from tracekit.errors import DataError
+from tracekit.guidance import decode  # the function: importing its module would hide it
 from tracekit.guidance.bits import pack_rows
 from tracekit.guidance.check import check16
-from tracekit.guidance.decode import decode
 from tracekit.guidance.record import AuditRows, SiteRecord
 from tracekit.guidance.schema import ENCODINGS, SiteSpec
 
