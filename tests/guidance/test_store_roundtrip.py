@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tracekit.errors import DataError
-from tracekit.guidance import GuidanceWriter, open_dataset
+from tracekit.guidance import GuidanceSchema, GuidanceWriter, open_dataset
 from tracekit.guidance.bits import pack_rows
 
 
@@ -154,3 +154,16 @@ def test_a_mapped_dataset_notices_a_flipped_bit(tmp_path, store):
     path.write_bytes(content)
     with pytest.raises(DataError, match="checksum"):
         open_dataset(tmp_path, mmap=True).read_batch(data.ids)
+
+
+def test_metadata_with_keys_of_any_kind_comes_back(tmp_path, store):
+    user = {1: "a", "b": {2: [float("inf"), b"raw"]}}
+    schema = store.schema()
+    schema = GuidanceSchema(sites=schema.sites, user=user)
+    with GuidanceWriter(tmp_path, schema) as w:
+        t = w.begin("t", token_ids=np.arange(2))
+        for name, (codes, scales, token_scale) in store.rows(np.random.default_rng(0), schema, 1).items():
+            t.append(name, 0, codes, scales, token_scale)
+        t.commit(extra={3: "c"})
+    reader = open_dataset(tmp_path)
+    assert reader.segments[0]["schema"].user == user and reader["t"].extra == {3: "c"}

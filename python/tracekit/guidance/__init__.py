@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from tracekit.guidance.record import BatchRecord, SiteRecord
+from tracekit.guidance.record import AuditRows, BatchRecord, SiteRecord
 from tracekit.guidance.schema import GuidanceSchema, SiteSpec
 
 if TYPE_CHECKING:
@@ -10,36 +10,53 @@ if TYPE_CHECKING:
     from tracekit.guidance.decode import decode
     from tracekit.guidance.prefetch import Microbatch, microbatches
     from tracekit.guidance.reader import GuidanceReader, Trajectory, open_dataset, recover, verify
+    from tracekit.guidance.regime import Audit, SiteAudit, audit, audit_tokens
+    from tracekit.guidance.remote import commit_manifest, latest_manifest, publish
     from tracekit.guidance.writer import GuidanceWriter, TrajectoryWriter
 
 _WHERE = {
+    "Audit": "regime",
     "GuidanceBudget": "budget",
     "Microbatch": "prefetch",
     "microbatches": "prefetch",
     "GuidanceReader": "reader",
     "GuidanceWriter": "writer",
     "Trajectory": "reader",
+    "SiteAudit": "regime",
     "TrajectoryWriter": "writer",
+    "audit": "regime",
+    "audit_tokens": "regime",
+    "commit_manifest": "remote",
     "decode": "decode",
+    "latest_manifest": "remote",
     "open_dataset": "reader",
+    "publish": "remote",
     "recover": "reader",
     "verify": "reader",
 }
 
 __all__ = [
+    "Audit",
+    "AuditRows",
     "BatchRecord",
     "GuidanceBudget",
     "GuidanceReader",
     "GuidanceSchema",
     "GuidanceWriter",
     "Microbatch",
+    "SiteAudit",
     "SiteRecord",
     "SiteSpec",
     "Trajectory",
     "TrajectoryWriter",
+    "audit",
+    "audit_tokens",
+    "commit_manifest",
     "decode",
+    "latest_manifest",
     "microbatches",
     "open_dataset",
+    "publish",
     "recover",
     "verify",
 ]

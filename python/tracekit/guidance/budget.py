@@ -4,6 +4,8 @@ import os
 import shutil
 import threading
 import time
+import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,19 @@ from tracekit.errors import DataError
 class GuidanceBudget:
     """Watches the datasets under `root`, one folder a step.
 
-    A folder is deleted when it was released (its step is consumed and checkpointed) as often as it was retained, and
-    never before: what is over budget and not released makes `wait_room` wait, not vanish. `byte_budget=None` has no
-    limit. Safe to use from several threads of one process.
+    A training loop calls `wait_room` before it samples, `retain` when a folder is written, `consumed` when a step has
+    read it and `checkpointed` when the state after that step is safe on disk. Only then is a folder deleted, and only
+    once every step that retained it has come so far: what is over budget makes `wait_room` wait, it does not vanish.
+    A process that dies leaves all folders since its last checkpoint, which a resumed run reads again.
+    `byte_budget=None` has no limit. Safe to use from several threads of one process.
     """
 
     def __init__(self, root: Any, byte_budget: int | None = None) -> None:
         self.root = Path(root)
         self.byte_budget = byte_budget
         self._references: dict[str, int] = {}
+        self._consumed: list[tuple[int, str]] = []
+        self._starved = 0
         self._changed = threading.Condition()
 
     def usage(self) -> int:
@@ -40,6 +46,36 @@ class GuidanceBudget:
         with self._changed:
             self._references[folder] = self._references.get(folder, 0) + 1
 
+    def consumed(self, step: int, folders: str | Iterable[str]) -> None:
+        """Notes that `step` has read these folders for the last time. Nothing is deleted: until a checkpoint holds what
+        was learnt from them, a resumed run needs them."""
+        names = [folders] if isinstance(folders, str) else list(folders)
+        with self._changed:
+            for name in names:
+                waiting = sum(f == name for _, f in self._consumed)
+                if self._references.get(name, 0) <= waiting:
+                    raise DataError(
+                        f"guidance folder '{name}' was not retained for step {step}: retain it when written"
+                    )
+                self._consumed.append((step, name))
+
+    def checkpointed(self, step: int) -> list[str]:
+        """The state after `step` is safe on disk: gives back what steps up to it consumed. Returns deleted folders."""
+        with self._changed:
+            due = [(s, f) for s, f in self._consumed if s <= step]
+            deleted = []
+            for entry in due:
+                if self.release(entry[1]):
+                    deleted.append(entry[1])
+                self._consumed.remove(entry)
+            return deleted
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether a producer waits for room that a checkpoint would make: save one now, or both wait for ever."""
+        with self._changed:
+            return self._starved > 0 and bool(self._consumed)
+
     def release(self, folder: str) -> bool:
         """Gives one use back; the last one deletes the folder. Returns whether it was deleted."""
         with self._changed:
@@ -49,10 +85,13 @@ class GuidanceBudget:
             if count > 1:
                 self._references[folder] = count - 1
                 return False
+            # Under another name first: nobody opens half a dataset, and a failure leaves the folder as it was.
+            trash = self.root / f".deleted-{uuid.uuid4().hex[:8]}"
+            os.rename(self.root / folder, trash)
             del self._references[folder]
-            shutil.rmtree(self.root / folder, ignore_errors=False)
             self._changed.notify_all()
-            return True
+        shutil.rmtree(trash)
+        return True
 
     def wait_room(self, n_bytes: int, timeout: float | None = None) -> None:
         """Waits until `n_bytes` more fit. DataError after `timeout` seconds, or if they never can."""
@@ -64,11 +103,17 @@ class GuidanceBudget:
             )
         until = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            while (used := self.usage()) + n_bytes > self.byte_budget:
-                left = 1.0 if until is None else until - time.monotonic()
-                if left <= 0:
-                    raise DataError(
-                        f"guidance under {self.root} takes {used} of {self.byte_budget} bytes and no step was released "
-                        f"in {timeout} s: raise byte_budget, or see why the learner does not get on"
-                    )
-                self._changed.wait(min(left, 1.0))
+            self._starved += 1
+            try:
+                while (used := self.usage()) + n_bytes > self.byte_budget:
+                    left = 1.0 if until is None else until - time.monotonic()
+                    if left <= 0:
+                        waiting = len({f for _, f in self._consumed})
+                        raise DataError(
+                            f"guidance under {self.root} takes {used} of {self.byte_budget} bytes and no step was "
+                            f"released in {timeout} s ({waiting} folders wait for a checkpoint): checkpoint oftener, "
+                            "raise byte_budget, or see why the learner does not get on"
+                        )
+                    self._changed.wait(min(left, 1.0))
+            finally:
+                self._starved -= 1

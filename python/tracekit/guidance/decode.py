@@ -102,7 +102,8 @@ def _scales(x, low, stored, g, site: SiteSpec, profile) -> tuple[Tensor, Tensor,
     step = float(1 << site.scale_bits)
     top = 126.0 if profile.scale_format == "e4m3" else 254.0
     low = low.float()
-    ratio = (torch.nan_to_num(position, nan=0.0, posinf=top, neginf=0.0) - low) / step
+    position = torch.nan_to_num(position, nan=0.0, posinf=top, neginf=0.0).clamp(max=top)  # scales saturate
+    ratio = (position - low) / step
     turns = ratio.round()
 
     def whole(n: Tensor) -> Tensor:

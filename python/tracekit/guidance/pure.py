@@ -6,7 +6,7 @@ not fast.
 
 import os
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import zstandard
 from tracekit.errors import DataError
 from tracekit.guidance.bits import pack_rows, unpack_rows
 from tracekit.guidance.crc import crc32c
-from tracekit.guidance.record import SiteRecord
+from tracekit.guidance.record import AuditRows, SiteRecord, audit_rows
 from tracekit.guidance.schema import GuidanceSchema, SiteSpec
 
 CHUNK, TRAJ, AUDIT = 1, 2, 3
@@ -177,6 +177,8 @@ class PureSegment:
         if self._payload_crc(payload, c.kind, c.flags, c.size, c.site0, c.nsites) != c.crc:
             raise self._bad(c.off, "payload checksum")
         sites = self.schema.sites[c.site0 : c.site0 + c.nsites]
+        if c.kind == AUDIT:
+            sites = [replace(s, bits=4, encoding="lossless") for s in sites]
         split = self._planes if c.flags & FLAG_PLANES else self._whole
         rows = {}
         for site, token_scale, blocks in split(c, payload[: c.size], sites):
@@ -270,7 +272,7 @@ def _trajectory(number, text, id_len, prefix_len, extra_len, first, n_tokens, n_
         policy_version=policy,
         status=STATUS[status],
         part=part,
-        extra=msgpack.unpackb(extra) if extra else None,
+        extra=msgpack.unpackb(extra, strict_map_key=False) if extra else None,
     )
 
 
@@ -315,6 +317,21 @@ class PureReader:
         if missing:
             raise DataError(f"site '{missing[0]}' is not recorded in {self.dir}: add it to the writer's schema")
         return records
+
+    def audit(self, traj_id: str) -> dict[str, AuditRows]:
+        """The audited tokens of a trajectory by site."""
+        rows: dict[str, list[tuple[int, bytes, bytes, float]]] = {}
+        sites = {}
+        for segment, t in self.find(traj_id):
+            for c in (c for c in t.chunks if c.kind == AUDIT):
+                for site in segment.schema.sites[c.site0 : c.site0 + c.nsites]:
+                    codes, scales, token_scale, _ = segment.read_chunk(c)[site.name]
+                    sites[site.name] = site
+                    for i in range(c.ntok):
+                        g = site.global_scale if token_scale is None else float(token_scale[i])
+                        whole = unpack_rows(codes[i], 4, site.width).tobytes()
+                        rows.setdefault(site.name, []).append((c.tok0 + i, whole, scales[i].tobytes(), g))
+        return {name: audit_rows(sites[name], sorted(r)) for name, r in sorted(rows.items())}
 
     def _site(self, segment, t, site, start, stop, ids) -> SiteRecord:
         number = segment.schema.sites.index(site)

@@ -12,22 +12,31 @@ import numpy as np
 
 from tracekit import _core
 from tracekit.errors import DataError
-from tracekit.guidance.record import BatchRecord, SiteRecord
+from tracekit.guidance.record import AuditRows, BatchRecord, SiteRecord, audit_rows
 from tracekit.guidance.schema import GuidanceSchema, SiteSpec
 from tracekit.guidance.writer import _flatten
 
 
 class GuidanceReader:
-    """A folder of segments, read as one. Holds open files, no threads: it can be used after a fork, and pickles as
-    its path. Writers may still be writing: what was committed when it was opened is readable; `refresh` looks anew."""
+    """A folder of segments, read as one. It can be used after a fork, and pickles as its path: it holds open files, or
+    a store's connections that each process makes for itself. Writers may still be writing: what was committed when it
+    was opened is readable; `refresh` looks anew. See `open_dataset`."""
 
-    def __init__(self, dir: Any, *, mmap: bool = False) -> None:
+    def __init__(
+        self, dir: Any, *, mmap: bool = False, manifest: bool = False, gap: int = 1 << 20, retries: int = 6
+    ) -> None:
         self.dir = os.fspath(dir)
         self.mmap = mmap
+        self._how = {"mmap": mmap, "manifest": manifest, "gap": gap, "retries": retries}
         self._open()
 
     def _open(self) -> None:
-        self._core = _core.Reader(self.dir, self.mmap)
+        self._core = _core.Reader(self.dir, **self._how)
+        self.manifest: int | None
+        """Number of the manifest that it was opened by; None if by what lies in the folder."""
+        self.manifest, refused = self._core.manifest()
+        for why in refused:
+            warnings.warn(f"an older manifest is read: {why}", stacklevel=3)
         self._segments = self._core.segments()
         self._sites: dict[str, SiteSpec] = {}
         self._mixed: set[str] = set()
@@ -45,11 +54,11 @@ class GuidanceReader:
         """Opens the folder again, to see what was committed since."""
         self._open()
 
-    def __getstate__(self) -> tuple[str, bool]:
-        return self.dir, self.mmap
+    def __getstate__(self) -> tuple[str, dict[str, Any]]:
+        return self.dir, self._how
 
-    def __setstate__(self, state: tuple[str, bool]) -> None:
-        self.__init__(state[0], mmap=state[1])
+    def __setstate__(self, state: tuple[str, dict[str, Any]]) -> None:
+        self.__init__(state[0], **state[1])
 
     def __len__(self) -> int:
         return len(self._core)
@@ -153,6 +162,13 @@ class GuidanceReader:
         )
         return layout
 
+    def audit(self, traj_id: str) -> dict[str, AuditRows]:
+        """The audited tokens of a trajectory by site: those that its writer was given whole codes of."""
+        rows: dict[str, list[tuple[int, bytes, bytes, float]]] = {}
+        for name, *row in self._core.audit(traj_id):
+            rows.setdefault(name, []).append(tuple(row))
+        return {name: audit_rows(self.site(name), r) for name, r in rows.items()}
+
     async def aread_batch(self, *args: Any, **kwargs: Any) -> dict[str, BatchRecord]:
         """`read_batch` in a thread of the running event loop's pool; the loop goes on meanwhile."""
         return await asyncio.to_thread(self.read_batch, *args, **kwargs)
@@ -210,7 +226,7 @@ class Trajectory:
     def extra(self) -> dict[str, Any] | None:
         """What `commit` was given."""
         data = self.parts[0]["extra"]
-        return msgpack.unpackb(data) if data else None
+        return msgpack.unpackb(data, strict_map_key=False) if data else None
 
     def read(
         self,
@@ -238,13 +254,23 @@ class Trajectory:
         return records
 
 
-def open_dataset(dir: Any, *, mmap: bool = False) -> GuidanceReader:
-    """Opens the folder that writers wrote to; DataError if it holds no segment.
+def open_dataset(
+    dir: Any, *, mmap: bool = False, manifest: bool = False, gap: int = 1 << 20, retries: int = 6
+) -> GuidanceReader:
+    """Opens the folder that writers wrote to, or the `s3://`, `gs://` or `file://` url that it was published under.
 
-    `mmap` reads from a memory map instead of by `pread`: one copy less, for folders on local disks. A mapped file must
-    not be shortened while it is read; no writer of ours does.
+    A folder is opened by what lies in it, unsealed segments too. With `manifest` it is opened by its newest valid
+    manifest: the same sealed segments for everybody, while writers go on; without one, by what lies in it. `mmap` reads
+    from a memory map instead of by `pread`: one copy less, for folders on local disks. A mapped file must not be
+    shortened while it is read; no writer of ours does.
+
+    A url is always opened by its newest manifest; ranges with at most `gap` bytes between them are read in one request,
+    and a request that the store refuses for now is repeated `retries` times. Credentials and endpoint come from the
+    usual environment variables (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL` …, `GOOGLE_APPLICATION_CREDENTIALS`).
+
+    DataError, naming file or key, if there is nothing to open or it does not pass its checks.
     """
-    return GuidanceReader(dir, mmap=mmap)
+    return GuidanceReader(dir, mmap=mmap, manifest=manifest, gap=gap, retries=retries)
 
 
 def verify(dir: Any) -> list[dict[str, Any]]:

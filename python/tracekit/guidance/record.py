@@ -1,7 +1,7 @@
 """What a read gives back."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -54,3 +54,31 @@ class BatchRecord:
 
     def __iter__(self) -> Iterator[np.ndarray | None]:
         return iter((self.codes, self.scales, self.token_scale))
+
+
+@dataclass(slots=True)
+class AuditRows:
+    """Audited tokens of one site: all that the sampler rounded to."""
+
+    site: SiteSpec
+    """The site with 4 bits and `lossless`; how its other rows are kept is in the schema."""
+    tokens: np.ndarray
+    """int64 `[n]`."""
+    codes: np.ndarray
+    """u8 `[n, planes, K]`, whole codes."""
+    scales: np.ndarray
+    """u8 `[n, planes, K / block]`."""
+    token_scale: np.ndarray
+    """f32 `[n]`: the encode scale, a static one repeated."""
+
+
+def audit_rows(site: SiteSpec, rows: list[tuple[int, bytes, bytes, float]]) -> AuditRows:
+    """Joins `(token, codes, scales, encode scale)` of one site."""
+    shape = (len(rows), site.planes)
+    return AuditRows(
+        replace(site, bits=4, encoding="lossless"),
+        np.array([r[0] for r in rows], np.int64),
+        np.frombuffer(b"".join(r[1] for r in rows), np.uint8).reshape(*shape, site.width),
+        np.frombuffer(b"".join(r[2] for r in rows), np.uint8).reshape(*shape, site.scale_row),
+        np.array([r[3] for r in rows], np.float32),
+    )

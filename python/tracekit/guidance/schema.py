@@ -6,6 +6,8 @@ from typing import Any
 
 import msgpack
 
+from tracekit.errors import DataError
+
 ENCODINGS = ("lossless", "compact", "low2", "rm15")
 
 
@@ -125,9 +127,12 @@ class GuidanceSchema:
     @classmethod
     def unpack(cls, data: bytes) -> "GuidanceSchema":
         """The schema in a segment's msgpack."""
-        root = msgpack.unpackb(data)
-        sites = [
-            SiteSpec(**{**s, "global_scale": None if s["global_scale"] is None else bits_float(s["global_scale"])})
-            for s in root["sites"]
-        ]
-        return cls(sites=sites, user=root["user"])
+        try:
+            root = msgpack.unpackb(data, strict_map_key=False)
+            sites = [
+                SiteSpec(**{**s, "global_scale": None if s["global_scale"] is None else bits_float(s["global_scale"])})
+                for s in root["sites"]
+            ]
+            return cls(sites=sites, user=root["user"])
+        except (ValueError, TypeError, KeyError, struct.error) as e:
+            raise DataError(f"a segment's schema does not parse: {e}; use the tracekit that wrote it") from e

@@ -56,7 +56,8 @@ class GuidanceWriter:
 
     `append` packs rows and queues them; `threads` threads encode and write. When `queue_bytes` wait, `append` blocks,
     gives the trajectory up (`drop`; its commit's result is False, `stats` counts it) or raises QueueFullError, having
-    taken nothing. An error of a thread is raised by the next `append`, `commit`, `flush` or `close`.
+    taken nothing. An error of a thread is raised by the next `append`, `commit`, `flush` or `close`. With `manifest`
+    every seal writes the folder's next manifest.
 
     Raises ValueError for arguments that do not fit the schema, DataError when the disk refuses.
     """
@@ -73,13 +74,14 @@ class GuidanceWriter:
         chunk_tokens: int = 256,
         roll_bytes: int = 4 << 30,
         threads: int = 1,
+        manifest: bool = False,
     ) -> None:
         if encoding not in ENCODINGS:
             raise ValueError(f"encoding '{encoding}': use one of {', '.join(ENCODINGS)}")
         self.schema = schema
         self._numbers = {s.name: i for i, s in enumerate(schema.sites)}
         data = schema.pack(encoding, chunk_tokens)
-        self._core = _core.Writer(str(dir), data, sync, roll_bytes, queue_bytes, on_full, threads)
+        self._core = _core.Writer(str(dir), data, sync, roll_bytes, queue_bytes, on_full, threads, manifest)
         self._closed: dict[str, int] | None = None
 
     def __enter__(self) -> "GuidanceWriter":
@@ -118,6 +120,7 @@ class GuidanceWriter:
         *,
         packed: bool = False,
         status: str = "complete",
+        audit: bool = False,
     ) -> None:
         """Begins, appends and commits many trajectories in one call.
 
@@ -125,7 +128,8 @@ class GuidanceWriter:
         numbers of recorded rows, from token `tok0 [N]` on, which is the prefix's length (0 without one). `sites` has
         every site of the schema: `(codes, scales, token_scale)`, rows of all trajectories one after another: codes u8
         `[sum T, planes * K]` (or packed rows; None for bits = 0), scales u8 `[sum T, planes * K / block]`, token_scale
-        f32 `[sum T]` or None. When the call returns, all of them survive the death of the process.
+        f32 `[sum T]` or None. When the call returns, all of them survive the death of the process. `audit`: see
+        `TrajectoryWriter.append`.
         """
         n = len(ids)
         flat, offsets = _flatten(token_ids)
@@ -138,13 +142,31 @@ class GuidanceWriter:
         if missing or len(sites) != len(self.schema.sites):
             extra = [name for name in sites if name not in self._numbers]
             raise ValueError(f"a batch has the schema's sites: missing {missing[:4]}, unknown {extra[:4]}")
+        policies = np.ascontiguousarray(np.broadcast_to(np.asarray(policy_version, dtype=np.int64), (n,)))
+        counts = np.asarray(lengths).tolist()
+        if audit:
+            return self._append_each(ids, flat, offsets, starts, counts, sites, policies, prefixes, status)
         rows = []
         for s in self.schema.sites:
             codes, scales, token_scale = sites[s.name]
             rows.append((None if codes is None else _u8(codes), packed, _u8(scales), _f32(token_scale)))
-        policies = np.ascontiguousarray(np.broadcast_to(np.asarray(policy_version, dtype=np.int64), (n,)))
-        counts = np.asarray(lengths).tolist()
         self._core.append_batch(list(ids), flat, offsets, policies, prefixes, counts, rows, status)
+
+    def _append_each(self, ids, flat, offsets, starts, counts, sites, policies, prefixes, status) -> None:
+        """The batch one by one: audit records belong to trajectories that are still open."""
+        commits, row = [], 0
+        for i, traj_id in enumerate(ids):
+            tokens = flat[offsets[i] : offsets[i + 1]]
+            t = self.begin(traj_id, token_ids=tokens, policy_version=int(policies[i]), prefix=prefixes[i])
+            rows = slice(row, row + counts[i])
+            for name, arrays in sites.items():
+                codes, scales, token_scale = (None if a is None else np.asarray(a)[rows] for a in arrays)
+                t.append(name, int(starts[i]), codes, scales, token_scale, audit=True)
+            commits.append(t.commit(status))
+            row = rows.stop
+        for traj_id, commit in zip(ids, commits, strict=True):
+            if not commit.result():
+                raise QueueFullError(f"trajectory '{traj_id}' was dropped: the guidance queue is full")
 
     def site(self, name: str) -> SiteSpec:
         """The schema's site of that name."""
@@ -182,18 +204,35 @@ class TrajectoryWriter:
         self._handle = handle
 
     def append(
-        self, site: str, tok0: int, codes: Any, scales: Any, token_scale: Any = None, packed: bool = False
+        self,
+        site: str,
+        tok0: int,
+        codes: Any,
+        scales: Any,
+        token_scale: Any = None,
+        packed: bool = False,
+        audit: bool = False,
     ) -> None:
         """Appends rows of tokens `[tok0, tok0 + T)`, which follow the site's last ones.
 
         codes u8 `[T, K]` or `[T, planes, K]`, the low bits of each code (or packed rows with `packed`); scales u8
         `[T, K / block]` or `[T, planes, K / block]`; token_scale f32 `[T]` where the schema says per token.
+
+        With `audit` the codes are whole, 0 to 15 and not packed: those of one token in 1 024 (`audit_tokens`) are kept
+        with their scales in audit records, beside the low bits that the site keeps of every token.
         """
         number = self.writer._number(site)
-        scales = _u8(scales)
+        scales, token_scale = _u8(scales), _f32(token_scale)
         codes = None if codes is None else _u8(codes)
-        rows = (codes, packed, scales, _f32(token_scale))
-        self.writer._core.append(self._handle, number, tok0, len(scales), rows)
+        if audit and (packed or codes is None):
+            raise ValueError(f"trajectory '{self.traj_id}', site '{site}': an audit needs whole codes, not packed ones")
+        kept = None if audit and self.writer.schema.sites[number].bits == 0 else codes
+        self.writer._core.append(self._handle, number, tok0, len(scales), (kept, packed, scales, token_scale))
+        tokens = _core.audit_tokens(self.traj_id, tok0, tok0 + len(scales)) if audit else []
+        if tokens:
+            at = np.asarray(tokens) - tok0
+            rows = (codes[at], False, scales[at], None if token_scale is None else token_scale[at])
+            self.writer._core.audit(self._handle, number, tokens, rows)
 
     def commit(self, status: str = "complete", extra: dict[str, Any] | None = None) -> Commit:
         """Makes the trajectory readable; wait for `.result()` to be sure of it.

@@ -257,7 +257,8 @@ impl Encoder {
         }
     }
 
-    fn encode_whole(&mut self, sites: &[Site], rows: &[SiteRows], ntok: usize, out: &mut Vec<u8>) -> u8 {
+    /// [`encode`](Self::encode) in the `whole` layout, whatever the size.
+    pub(crate) fn encode_whole(&mut self, sites: &[Site], rows: &[SiteRows], ntok: usize, out: &mut Vec<u8>) -> u8 {
         let mut scales = std::mem::take(&mut self.scales);
         scales.clear();
         for (site, rows) in sites.iter().zip(rows) {

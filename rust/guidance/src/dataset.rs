@@ -3,8 +3,11 @@ use crate::decode::{Chunk, Decoder, Target};
 use crate::error::{Error, Result};
 use crate::index::{ChunkRange, Traj};
 use crate::layout::{kind, MAX_PAYLOAD, RECORD_LEN};
+use crate::manifest;
+use crate::plan::Plan;
 use crate::schema::Site;
 use crate::segment::{Access, Segment};
+use crate::source::{Blocks, Overlay};
 use crate::token_crc;
 use std::path::{Path, PathBuf};
 
@@ -60,6 +63,10 @@ pub struct Dataset {
     pub dir: PathBuf,
     /// Its segments, oldest first.
     pub segments: Vec<Segment>,
+    /// Number of the manifest that it was opened by; `None` if it was opened by what lies in the folder.
+    pub manifest: Option<u64>,
+    /// Why newer manifests were refused.
+    pub refused: Vec<String>,
 }
 
 impl Dataset {
@@ -93,8 +100,46 @@ impl Dataset {
         if access == Access::Map {
             segments.iter_mut().try_for_each(Segment::map_file)?;
         }
+        Ok(Dataset::of(dir, segments, None, Vec::new()))
+    }
+
+    /// Opens what the newest valid manifest of `dir` lists: sealed segments only, the same ones for everybody who opens
+    /// that manifest, however many writers go on. Without a manifest that holds, what lies in the folder.
+    pub fn open_listed(dir: &Path, access: Access) -> Result<Self> {
+        let (newest, refused) = manifest::latest(dir)?;
+        let Some((listed, _)) = newest else {
+            return Dataset::open_with(dir, access).map(|d| Dataset { refused, ..d });
+        };
+        let mut segments = Vec::with_capacity(listed.segments.len());
+        for entry in &listed.segments {
+            let path = dir.join(&entry.name);
+            let file = std::fs::File::open(&path).map_err(|e| match e.kind() {
+                std::io::ErrorKind::NotFound => Error::Missing(format!(
+                    "{} is gone, but {} lists it: it was deleted since; publish the folder again, or open it without \
+                     its manifest",
+                    path.display(),
+                    manifest::file_name(listed.number)
+                )),
+                _ => Error::io(&path, "open", e),
+            })?;
+            let len = file.metadata().map_err(|e| Error::io(&path, "stat", e))?.len();
+            if len != entry.bytes {
+                let what = format!("it has {len} bytes, its manifest lists {}", entry.bytes);
+                return Err(Error::corrupt(&path, len.min(entry.bytes), what));
+            }
+            let first = file.try_clone().map_err(|e| Error::io(&path, "open", e))?;
+            segments.push(Segment::open_listed(&path, Box::new(file), &first, entry)?);
+        }
+        if access == Access::Map {
+            segments.iter_mut().try_for_each(Segment::map_file)?;
+        }
+        Ok(Dataset::of(dir, segments, Some(listed.number), refused))
+    }
+
+    /// A dataset of open segments.
+    pub fn of(dir: &Path, mut segments: Vec<Segment>, manifest: Option<u64>, refused: Vec<String>) -> Self {
         segments.sort_by(|a, b| (a.header.created_ns, &a.path).cmp(&(b.header.created_ns, &b.path)));
-        Ok(Dataset { dir: dir.to_owned(), segments })
+        Dataset { dir: dir.to_owned(), segments, manifest, refused }
     }
 
     /// Committed trajectories, counting a part as one.
@@ -191,7 +236,19 @@ impl Dataset {
         let wanted: Vec<usize> = (0..sites.len()).collect();
         let maps: Vec<Vec<Option<usize>>> =
             self.segments.iter().map(|s| sites.iter().map(|n| s.schema.site(n)).collect()).collect();
-        let mut job = Job { data: self, decoder: &mut decoder, sites, maps: &maps, targets };
+        let mut fetched = Vec::new();
+        if self.segments.iter().any(|s| s.source.remote()) {
+            let mut plan = Plan::default();
+            let plan_of = Some(&mut plan);
+            let mut job =
+                Job { data: self, decoder: &mut decoder, sites, maps: &maps, targets, fetched: &[], plan: plan_of };
+            for r in requests {
+                job.tokens(r.id, r.start, r.stop, r.token_ids, &wanted, 0, MAX_PREFIXES)?;
+            }
+            fetched = plan.fetch(self)?;
+        }
+        let fetched = &fetched;
+        let mut job = Job { data: self, decoder: &mut decoder, sites, maps: &maps, targets, fetched, plan: None };
         for r in requests {
             job.tokens(r.id, r.start, r.stop, r.token_ids, &wanted, row, MAX_PREFIXES)?;
             row += (r.stop - r.start) as usize;
@@ -211,6 +268,10 @@ struct Job<'a, 'b> {
     sites: &'a [&'a str],
     maps: &'a [Vec<Option<usize>>],
     targets: &'a mut [Target<'b>],
+    /// What was fetched of each segment.
+    fetched: &'a [Blocks],
+    /// Collects what will be read, instead of reading it.
+    plan: Option<&'a mut Plan>,
 }
 
 impl Job<'_, '_> {
@@ -329,10 +390,24 @@ impl Job<'_, '_> {
                 }
                 check_tokens(&part.traj.id, &e, ids)?;
                 let upto = stop.min(e.tok0 + e.ntok);
+                if let Some(plan) = self.plan.as_deref_mut() {
+                    plan.chunk(part.segment, e, sites, &local, self.targets);
+                    cursor = upto;
+                    continue;
+                }
                 for w in &local {
                     self.targets[w.1].row = row + (cursor - start) as usize;
                 }
-                let chunk = Chunk { file: &segment.file, path: &segment.path, entry: e, sites, map: segment.map() };
+                let overlay;
+                let source = &*segment.source;
+                let file = match self.fetched.get(part.segment) {
+                    Some(blocks) => {
+                        overlay = Overlay { source, blocks };
+                        &overlay
+                    }
+                    None => source,
+                };
+                let chunk = Chunk { file, path: &segment.path, entry: e, sites, map: segment.map() };
                 let (a, b) = ((cursor - e.tok0) as usize, (upto - e.tok0) as usize);
                 self.decoder.read(&chunk, a, b, &local, self.targets)?;
                 cursor = upto;

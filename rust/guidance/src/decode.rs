@@ -7,8 +7,7 @@ use crate::index::ChunkEntry;
 use crate::layout::{padded, RECORD_LEN};
 use crate::pack::unpack_row;
 use crate::schema::{Encoding, Site};
-use std::fs::File;
-use std::os::unix::fs::FileExt;
+use crate::source::ReadAt;
 use std::path::Path;
 
 /// Where the rows of one site go, token-major; rows are appended at `row`.
@@ -47,8 +46,8 @@ impl Default for Decoder {
 
 /// A chunk to read: where it is, what it covers.
 pub struct Chunk<'a> {
-    /// The file.
-    pub file: &'a File,
+    /// The segment's bytes.
+    pub file: &'a dyn ReadAt,
     /// Its name, for errors.
     pub path: &'a Path,
     /// Where the chunk lies.

@@ -61,11 +61,14 @@ impl std::fmt::Display for Error {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Error::Io { path, op, source } => write!(f, "cannot {op} {}: {source}", path.display()),
-            Error::Corrupt { path, offset, what } => write!(
-                f,
-                "{} is damaged at byte {offset}: {what}; run `tracekit guidance verify` on its folder",
-                path.display()
-            ),
+            Error::Corrupt { path, offset, what } => {
+                let name = path.display().to_string();
+                let todo = match name.contains("://") {
+                    true => "verify the folder that it was published from and publish it under another prefix",
+                    false => "run `tracekit guidance verify` on its folder",
+                };
+                write!(f, "{name} is damaged at byte {offset}: {what}; {todo}")
+            }
             Error::Missing(s)
             | Error::Mismatch(s)
             | Error::Unsupported(s)

@@ -19,6 +19,8 @@ pub const MINOR: u16 = 0;
 pub const KNOWN_INCOMPAT: u64 = FEATURE_COSET;
 /// Incompatible feature: some site uses `compact`, `low2` or `rm15`.
 pub const FEATURE_COSET: u64 = 1;
+/// Compatible feature: the segment may hold audit records.
+pub const FEATURE_AUDIT: u64 = 1;
 /// Bytes of the file header.
 pub const HEADER_LEN: usize = 4096;
 /// Bytes of a record header.

@@ -8,6 +8,7 @@
 #[cfg(not(all(target_endian = "little", target_pointer_width = "64", unix)))]
 compile_error!("the store is written for 64-bit little-endian Unix");
 
+pub mod audit;
 pub mod chunk;
 pub mod coset;
 pub mod crc;
@@ -16,11 +17,16 @@ pub mod decode;
 pub mod error;
 pub mod index;
 pub mod layout;
+pub mod manifest;
+#[cfg(feature = "object-store")]
+pub mod object;
 pub mod pack;
+pub mod plan;
 pub mod recover;
 pub mod scan;
 pub mod schema;
 pub mod segment;
+pub mod source;
 pub mod verify;
 pub mod writer;
 

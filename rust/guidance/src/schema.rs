@@ -197,6 +197,16 @@ fn number(map: &Value, key: &str) -> Result<u32> {
         .ok_or_else(|| Error::Usage(format!("schema: '{key}' is {v}, a whole number below 2^32 is needed")))
 }
 
+/// Whether every string is UTF-8: msgpack does not say so, and Python refuses those that are not.
+fn is_text(v: &Value) -> bool {
+    match v {
+        Value::String(s) => s.as_str().is_some(),
+        Value::Array(list) => list.iter().all(is_text),
+        Value::Map(map) => map.iter().all(|(k, v)| is_text(k) && is_text(v)),
+        _ => true,
+    }
+}
+
 impl Schema {
     /// Checks sizes and names.
     pub fn check(&self) -> Result<()> {
@@ -288,6 +298,9 @@ impl Schema {
     pub fn decode(mut bytes: &[u8]) -> Result<Self> {
         let root = rmpv::decode::read_value_with_max_depth(&mut bytes, MAX_DEPTH)
             .map_err(|e| Error::Usage(format!("schema: {e}")))?;
+        if !is_text(&root) {
+            return Err(Error::usage("schema: a string is not UTF-8"));
+        }
         let list = field(&root, "sites")?;
         let list = list.as_array().ok_or_else(|| Error::usage("schema: 'sites' is not a list"))?;
         if list.len() > MAX_SITES {

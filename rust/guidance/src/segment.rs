@@ -3,11 +3,12 @@ use crate::crc::crc32c;
 use crate::error::{Error, Result};
 use crate::index::Index;
 use crate::layout::{padded, FileHeader, Postscript, HEADER_LEN, POST_LEN};
+use crate::manifest::Entry;
 use crate::scan::{Bounds, Damage};
 use crate::schema::Schema;
+use crate::source::ReadAt;
 use memmap2::{Mmap, MmapOptions};
 use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 /// How chunks are read.
@@ -26,8 +27,8 @@ pub enum Access {
 pub struct Segment {
     /// Its file name.
     pub path: PathBuf,
-    /// The file.
-    pub file: File,
+    /// Its bytes.
+    pub source: Box<dyn ReadAt>,
     /// Its length when it was opened.
     pub len: u64,
     /// Its header.
@@ -49,7 +50,7 @@ pub struct Segment {
 pub const HEADLESS: &str = "the file ends inside its header";
 
 /// Reads and checks header and schema.
-pub fn read_head(file: &File, path: &Path) -> Result<(FileHeader, Schema)> {
+pub fn read_head(file: &dyn ReadAt, path: &Path) -> Result<(FileHeader, Schema)> {
     let read = |buf: &mut [u8], at: u64| {
         file.read_exact_at(buf, at).map_err(|e| match e.kind() {
             std::io::ErrorKind::UnexpectedEof => Error::corrupt(path, at, HEADLESS),
@@ -71,7 +72,7 @@ pub fn read_head(file: &File, path: &Path) -> Result<(FileHeader, Schema)> {
 
 /// Reads and checks postscript and index; the error says what is wrong with which bytes.
 pub fn read_tail(
-    file: &File,
+    file: &dyn ReadAt,
     path: &Path,
     len: u64,
     header: &FileHeader,
@@ -106,6 +107,22 @@ pub fn read_tail(
 }
 
 impl Segment {
+    /// Opens the sealed segment that a manifest lists, whose bytes are `source`.
+    pub fn open_listed(path: &Path, source: Box<dyn ReadAt>, first: &dyn ReadAt, entry: &Entry) -> Result<Self> {
+        let (header, schema) = read_head(first, path)?;
+        let (post, index) = match read_tail(first, path, entry.bytes, &header)? {
+            Ok(tail) => tail,
+            Err(damage) => return Err(Error::corrupt(path, damage.offset, damage.what)),
+        };
+        if !entry.matches(&header, &post, &index) {
+            return Err(Error::corrupt(path, 0, "it is not the segment that the manifest lists"));
+        }
+        let path = path.to_owned();
+        let (len, records_end) = (entry.bytes, post.index_off);
+        let damage = Vec::new();
+        Ok(Segment { path, source, len, header, schema, index, records_end, sealed: true, damage, map: None })
+    }
+
     /// Opens a sealed segment by its index, an unsealed or damaged one by the sidecar that recovery left, or by a walk
     /// over its records.
     pub fn open(path: &Path) -> Result<Self> {
@@ -121,7 +138,7 @@ impl Segment {
                     let records_end = post.index_off;
                     return Ok(Segment {
                         path,
-                        file,
+                        source: Box::new(file),
                         len,
                         header,
                         schema,
@@ -138,7 +155,7 @@ impl Segment {
         if let Some((index, records_end)) = crate::recover::read_sidecar(path, &header, len) {
             return Ok(Segment {
                 path: path.to_owned(),
-                file,
+                source: Box::new(file),
                 len,
                 header,
                 schema,
@@ -160,14 +177,27 @@ impl Segment {
         let scan = bounds.scan()?;
         damage.extend(scan.damage.into_iter().filter(|d| !d.torn_tail));
         let (index, records_end) = (scan.builder.build(), scan.valid_end);
-        Ok(Segment { path: path.to_owned(), file, len, header, schema, index, records_end, sealed, damage, map: None })
+        let source = Box::new(file);
+        Ok(Segment {
+            path: path.to_owned(),
+            source,
+            len,
+            header,
+            schema,
+            index,
+            records_end,
+            sealed,
+            damage,
+            map: None,
+        })
     }
 
-    /// Maps the file, as long as it was when it was opened.
+    /// Maps the file, as long as it was when it was opened. What is no file stays as it is.
     pub fn map_file(&mut self) -> Result<()> {
+        let Some(file) = self.source.as_file() else { return Ok(()) };
         let len = self.len as usize;
         // SAFETY: every read goes through a checksum over the same bytes; a file that is shortened is documented.
-        let map = unsafe { MmapOptions::new().len(len).map(&self.file) };
+        let map = unsafe { MmapOptions::new().len(len).map(file) };
         self.map = Some(map.map_err(|e| Error::io(&self.path, "map", e))?);
         Ok(())
     }

@@ -1,6 +1,8 @@
 //! PyO3 bindings: `tracekit._core`.
 mod convert;
+mod manifest;
 mod numerics;
+mod object;
 mod reader;
 mod writer;
 
@@ -13,6 +15,12 @@ fn crc32c(data: &Bound<'_, PyAny>) -> PyResult<u32> {
     Ok(tracekit_guidance::crc32c(data.slice()))
 }
 
+/// Tokens of `[start, stop)` of a trajectory that are audited.
+#[pyfunction]
+fn audit_tokens(id: &str, start: u32, stop: u32) -> Vec<u32> {
+    (start..stop).filter(|t| tracekit_guidance::audit::sampled(id, *t)).collect()
+}
+
 /// The native core of tracekit.
 #[pymodule]
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -20,9 +28,13 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<writer::Writer>()?;
     m.add_class::<writer::Commit>()?;
     m.add_class::<reader::Reader>()?;
+    m.add_function(wrap_pyfunction!(audit_tokens, m)?)?;
     m.add_function(wrap_pyfunction!(crc32c, m)?)?;
     m.add_function(wrap_pyfunction!(reader::verify, m)?)?;
     m.add_function(wrap_pyfunction!(reader::recover, m)?)?;
+    m.add_function(wrap_pyfunction!(manifest::commit_manifest, m)?)?;
+    m.add_function(wrap_pyfunction!(manifest::latest_manifest, m)?)?;
+    m.add_function(wrap_pyfunction!(object::publish, m)?)?;
     numerics::register(m)?;
     Ok(())
 }

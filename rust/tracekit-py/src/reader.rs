@@ -30,11 +30,17 @@ pub struct Reader(Dataset);
 #[pymethods]
 impl Reader {
     #[new]
-    #[pyo3(signature = (dir, mmap=false))]
-    fn new(py: Python<'_>, dir: PathBuf, mmap: bool) -> PyResult<Self> {
+    #[pyo3(signature = (place, mmap=false, manifest=false, gap=1 << 20, retries=6))]
+    fn new(py: Python<'_>, place: &str, mmap: bool, manifest: bool, gap: u64, retries: usize) -> PyResult<Self> {
         let access = if mmap { Access::Map } else { Access::Read };
-        let data = py.detach(|| Dataset::open_with(&dir, access)).map_err(|e| raise(py, e))?;
+        let data =
+            py.detach(|| crate::object::open(place, access, manifest, gap, retries)).map_err(|e| raise(py, e))?;
         Ok(Reader(data))
+    }
+
+    /// Number of the manifest that the dataset was opened by, and why newer ones were refused.
+    fn manifest(&self) -> (Option<u64>, Vec<String>) {
+        (self.0.manifest, self.0.refused.clone())
     }
 
     /// One dict a segment.
@@ -93,6 +99,21 @@ impl Reader {
             Ok(d)
         };
         parts.iter().map(dict).collect()
+    }
+
+    /// Full rows of audited tokens: `(site, token, codes, scales, token scale)`.
+    #[allow(clippy::type_complexity)]
+    fn audit<'py>(
+        &self,
+        py: Python<'py>,
+        id: &str,
+    ) -> PyResult<Vec<(String, u32, Bound<'py, PyBytes>, Bound<'py, PyBytes>, f32)>> {
+        let rows = py.detach(|| self.0.audit(id)).map_err(|e| raise(py, e))?;
+        let row = |r: tracekit_guidance::audit::Row| {
+            let scale = f32::from_le_bytes(r.token_scale);
+            (r.site, r.token, PyBytes::new(py, &r.codes), PyBytes::new(py, &r.scales), scale)
+        };
+        Ok(rows.into_iter().map(row).collect())
     }
 
     /// Recorded tokens of each trajectory.

@@ -100,6 +100,7 @@ impl Writer {
         queue_bytes: usize,
         on_full: &str,
         threads: usize,
+        manifest: bool,
     ) -> PyResult<Self> {
         let on_full = match on_full {
             "block" => OnFull::Block,
@@ -114,7 +115,7 @@ impl Writer {
             _ => return Err(PyValueError::new_err(format!("sync '{sync}': use seal, interval or commit"))),
         };
         let schema = Schema::decode(schema).map_err(|e| raise(py, e))?;
-        let options = Options { sync, roll_bytes, queue_bytes, on_full, threads };
+        let options = Options { sync, roll_bytes, queue_bytes, on_full, threads, manifest };
         let writer = tracekit_guidance::Writer::new(&dir, schema, options).map_err(|e| raise(py, e))?;
         let pid = writer.pid();
         Ok(Writer(Mutex::new(writer), pid))
@@ -139,6 +140,12 @@ impl Writer {
         let held = Held::get(&rows)?;
         let rows = held.rows();
         self.with(py, |w| w.append(handle, site, tok0, &rows, ntok))
+    }
+
+    fn audit(&self, py: Python<'_>, handle: u64, site: usize, tokens: Vec<u32>, rows: Rows<'_>) -> PyResult<()> {
+        let held = Held::get(&rows)?;
+        let rows = held.rows();
+        self.with(py, |w| w.audit(handle, site, &tokens, &rows))
     }
 
     fn commit(&self, py: Python<'_>, handle: u64, status: &str, extra: &[u8]) -> PyResult<Commit> {

@@ -1,25 +1,4 @@
-//! Any bytes as an index, and as a schema.
 #![no_main]
-use libfuzzer_sys::fuzz_target;
-use std::path::Path;
-use tracekit_guidance::index::Index;
-use tracekit_guidance::Schema;
+use tracekit_guidance_fuzz::{index, limit::watch};
 
-fuzz_target!(|data: &[u8]| {
-    let [a, b, rest @ ..] = data else { return };
-    if let Ok(schema) = Schema::decode(rest) {
-        let bytes = schema.encode().expect("a schema that parses can be written");
-        assert_eq!(Schema::decode(&bytes).expect("and parsed again"), schema);
-    }
-    let Ok(index) = Index::from_bytes(rest.to_vec(), *a as usize, *b as usize, Path::new("x")) else { return };
-    for i in 0..index.n_chunks() {
-        index.chunk(i);
-    }
-    for i in 0..index.n_trajs() {
-        let id = String::from_utf8_lossy(index.id(i)).into_owned();
-        index.find(&id);
-        if let Some((_, range)) = index.traj(i) {
-            index.partition(range, |e| e.tok0 < 5);
-        }
-    }
-});
+libfuzzer_sys::fuzz_target!(|data: &[u8]| watch(data, index::run));

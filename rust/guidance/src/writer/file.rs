@@ -3,7 +3,7 @@ use crate::chunk::{payload_crc, Payload};
 use crate::crc::crc32c;
 use crate::error::{Error, Result};
 use crate::index::{ChunkEntry, IndexBuilder, Traj};
-use crate::layout::{kind, padded, FileHeader, Postscript, RecordHeader, ALIGN, MAJOR, MINOR};
+use crate::layout::{kind, padded, FileHeader, Postscript, RecordHeader, ALIGN, FEATURE_AUDIT, MAJOR, MINOR};
 use crate::schema::{Schema, Site};
 use std::fs::{File, OpenOptions};
 use std::io::{IoSlice, Write};
@@ -66,7 +66,7 @@ impl SegmentFile {
             major: MAJOR,
             minor: MINOR,
             incompat: schema.features(),
-            compat: 0,
+            compat: FEATURE_AUDIT,
             uuid,
             created_ns: SystemTime::now().duration_since(UNIX_EPOCH).map(|d| d.as_nanos() as u64).unwrap_or(0),
             schema_len,

@@ -60,11 +60,20 @@ pub struct Options {
     pub on_full: OnFull,
     /// Threads that encode.
     pub threads: usize,
+    /// Whether every seal is followed by a new manifest of the folder.
+    pub manifest: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Options { sync: Sync::Seal, roll_bytes: 4 << 30, queue_bytes: 2 << 30, on_full: OnFull::Block, threads: 1 }
+        Options {
+            sync: Sync::Seal,
+            roll_bytes: 4 << 30,
+            queue_bytes: 2 << 30,
+            on_full: OnFull::Block,
+            threads: 1,
+            manifest: false,
+        }
     }
 }
 
@@ -242,6 +251,37 @@ impl Writer {
         p.append(s, site, tok0, rows, ntok)?;
         while p.ready() >= schema.chunk_tokens && !p.dropped {
             self.queue_rows(p, handle, schema.chunk_tokens)?;
+        }
+        Ok(())
+    }
+
+    /// Adds the full rows of audited tokens of site number `site`: `tokens` in any order, codes one byte an element
+    /// with all four bits. They are readable when the trajectory is.
+    pub fn audit(&mut self, handle: u64, site: usize, tokens: &[u32], rows: &SiteRows) -> Result<()> {
+        self.alive()?;
+        let p =
+            self.pending.get(&handle).ok_or_else(|| Error::usage("this trajectory is committed or dropped already"))?;
+        let (dropped, n_ids) = (p.dropped, p.token_ids.len());
+        let Some(s) = self.shared.schema.sites.get(site) else {
+            return Err(Error::Usage(format!("site number {site} is not in the schema")));
+        };
+        let whole = crate::audit::full(s);
+        rows.check(&whole, tokens.len())?;
+        for (i, &token) in tokens.iter().enumerate() {
+            let Some(&id) = p.token_ids.get(token as usize) else {
+                return Err(Error::Usage(format!(
+                    "trajectory '{}', site '{}': audit of token {token}, but token_ids has {n_ids}",
+                    p.id, s.name
+                )));
+            };
+            if dropped {
+                continue;
+            }
+            let (payload, flags) = crate::audit::encode(&mut self.encoder, s, &rows.slice(&whole, i, i + 1), 1)?;
+            let (site0, token_crc) = (site as u16, token_crc(&[id]));
+            let place = Place { kind: kind::AUDIT, traj: 0, tok0: token, ntok: 1, site0, nsites: 1, token_crc };
+            // Never dropped: an audit record is small, and a rare one lost would bias what it measures.
+            self.shared.push(handle, Job::Encoded { handle, place, payload, flags }, OnFull::Block)?;
         }
         Ok(())
     }

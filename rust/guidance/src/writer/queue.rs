@@ -79,6 +79,17 @@ pub enum Job {
         /// One entry a site.
         rows: Vec<OwnedRows>,
     },
+    /// Append a record that is encoded already.
+    Encoded {
+        /// The trajectory.
+        handle: u64,
+        /// Tokens and sites.
+        place: Place,
+        /// The payload.
+        payload: Payload<'static>,
+        /// Its flags.
+        flags: u8,
+    },
     /// Append a commit.
     Commit {
         /// The trajectory.
@@ -106,6 +117,7 @@ impl Job {
     fn bytes(&self) -> usize {
         match self {
             Job::Rows { rows, .. } => rows.iter().map(|r| r.codes.len() + r.scales.len() + r.token_scale.len()).sum(),
+            Job::Encoded { payload, .. } => payload.len(),
             _ => 0,
         }
     }
@@ -287,6 +299,10 @@ impl Shared {
                 Job::Rows { handle, place, rows } => {
                     self.encode(handle, place, &rows, &mut encoder, &mut buffer)?;
                     drop(rows);
+                    self.release(bytes);
+                }
+                Job::Encoded { handle, place, payload, flags } => {
+                    lock(&self.sink).chunk(handle, place, &self.schema, &payload, flags)?;
                     self.release(bytes);
                 }
                 Job::Commit { handle, traj, ticket } => {

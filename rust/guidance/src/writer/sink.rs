@@ -79,6 +79,9 @@ impl Sink {
         if self.files.get(&key).is_some_and(|f| f.full && f.open_trajs == 0) {
             let file = self.files.remove(&key).expect("present");
             self.sealed_bytes += file.seal()?;
+            if self.options.manifest {
+                crate::manifest::commit(&self.dir)?;
+            }
         }
         Ok(())
     }
