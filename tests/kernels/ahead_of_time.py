@@ -43,7 +43,7 @@ def sources(name: str):
         kernel = sys.modules["tracekit.kernels.guided_qdq"]._guided_qdq_kernel
         return kernel, options, TYPES | {"low_ptr": "*u8"}
     if kind == "kv":
-        options = dict(BITS=1, KEEP=p.keeps_minus_zero, LAYOUT=n, **shared(profile, 32))
+        options = dict(BITS=1, KEEP=p.keeps_minus_zero, LAYOUT=n, PER_HEAD=8, **shared(profile, 32))
         return sys.modules["tracekit.kernels.kv_write"]._write_kv_kernel, options, TYPES
     options = dict(BITS=n, VALUES=False, KEEP=p.keeps_minus_zero, **shared(profile, 64))
     return sys.modules["tracekit.kernels.quantize_pack"]._quantize_pack_kernel, options, TYPES

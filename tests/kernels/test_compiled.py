@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).with_name("ahead_of_time.py")
-QUICK = ["quantize:nvfp4-exact:1", "guided:nvfp4-exact:1", "guided:nvfp4-fast:1"]
+QUICK = ["quantize:nvfp4-exact:1", "guided:nvfp4-exact:1", "guided:nvfp4-fast:1", "kv:nvfp4-exact:2"]
 LONG = [
     *(f"quantize:{p}:1" for p in ("nvfp4-fast", "nvfp4-4over6", "nvfp4-modelopt", "nvfp4-torchao", "nvfp4-ct")),
     *(f"quantize:{p}:2" for p in ("mxfp4-rceil", "mxfp4-floor", "mxfp4-even", "kv-mx16")),

@@ -18,7 +18,7 @@ def e2m1_round(
     x, inverse, four_bits, DIVIDE: tl.constexpr, TIES_AWAY: tl.constexpr, KEEP_MINUS_ZERO: tl.constexpr,
     CAREFUL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """fp32 x times (or, DIVIDE, over) inverse -> (M + 4 + magnitude code, M + code with the sign in bit 3, a value of the product's sign).
+    """fp32 x times (or, DIVIDE, over) inverse -> (M + 4 + magnitude code, M + code with the sign in bit 3, a value of z's sign).
 
     M = 1.5 * 2^23. CAREFUL takes products of 7 and above (saturation) and NaN (which counts as +6); without it there
     may be neither. A GPU's product with a NaN is the positive canonical NaN, and its minimum drops NaN, so only the
@@ -59,7 +59,7 @@ def with_sign(magnitude, z):
 
 @jit
 def e2m1_nearest(z):
-    """fp32 z rounded to E2M1, ties to even, saturating; NaN becomes +6. A negative that rounds to zero comes back +0."""
+    """fp32 z rounded to E2M1: ties to even, saturating, NaN to +6, negatives that round to zero to +0."""
     z = tl.where(z != z, 6.0, z)
     a = tl.minimum(tl.abs(z), 6.0)
     binade = tl.maximum((a.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 1.0)
