@@ -18,7 +18,7 @@ def e2m1_round(
     x, inverse, four_bits, DIVIDE: tl.constexpr, TIES_AWAY: tl.constexpr, KEEP_MINUS_ZERO: tl.constexpr,
     CAREFUL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """fp32 x times (or, DIVIDE, over) inverse -> (M + 4 + magnitude code, M + code with the sign in bit 3, a value of z's sign).
+    """z, fp32 x times (or, DIVIDE, over) inverse -> (M + 4 + magnitude code, M + code, sign in bit 3, z or its sign).
 
     M = 1.5 * 2^23. CAREFUL takes products of 7 and above (saturation) and NaN (which counts as +6); without it there
     may be neither. A GPU's product with a NaN is the positive canonical NaN, and its minimum drops NaN, so only the
