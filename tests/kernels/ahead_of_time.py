@@ -15,14 +15,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tracekit.kernels import guided_qdq, kv_write, quantize_pack  # noqa: F401  (the modules are looked up below)
+from tracekit.kernels import eight_bit, guided_qdq, kv_write, quantize_pack  # noqa: F401  (the modules are looked up below)
 from tracekit.kernels.chains import CHAINS
 from tracekit.numerics.profiles import profile_info
 
 TYPES = dict(
     x_ptr="*bf16", g_ptr="*fp32", ulp_ptr="*i8", packed_ptr="*i32", scales_ptr="*u8", low_ptr="*u16",
     values_ptr="*bf16", out_ptr="*bf16", slots_ptr="*i64", n_blocks="i32", blocks_per_scale="i32", four_bits="i32",
-    blocks_per_token="i32", page="i32",
+    blocks_per_token="i32", page="i32", n_groups="i32", groups_per_row="i32", width="i32", length="i32",
+    low_width="i32",
 )  # fmt: skip
 
 
@@ -35,8 +36,15 @@ def shared(profile: str, rows: int) -> dict:
 
 
 def sources(name: str):
-    """(kernel, constexprs, types) of `quantize:PROFILE:BITS`, `guided:PROFILE:BITS` or `kv:PROFILE:LAYOUT`."""
+    """(kernel, constexprs, types) of `quantize:PROFILE:BITS`, `guided:PROFILE:BITS`, `kv:PROFILE:LAYOUT` or
+    `eight:KIND:BITS`."""
     kind, profile, n = name.split(":")
+    if kind == "eight":
+        options = dict(ROWS=1, CHUNK=4096, KIND=profile, TRUNCATE=False, BITS=int(n), OPEN=False, CODES=n == "0",
+                       HARDWARE=True, INTERPRET=False)  # fmt: skip
+        scales = "*u8" if profile == "mx" else "*fp32"
+        types = TYPES | dict(low_ptr="*u8", given_ptr=scales, codes_ptr="*u8", scales_ptr=scales)
+        return sys.modules["tracekit.kernels.eight_bit"]._eight_bit_kernel, options, types
     p, n = profile_info(profile), int(n)
     if kind == "guided":
         options = dict(BITS=n, OPEN=False, MISSING=p.missing_scale, **shared(profile, 32))
@@ -55,11 +63,11 @@ def report(name: str) -> dict:
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, a in enumerate(kernel.arg_names)
-        if a in types and (types[a][0] == "*" or a == "n_blocks")
+        if a in types and (types[a][0] == "*" or a in ("n_blocks", "width", "length"))
     }
     source = ASTSource(kernel, signature, constexprs={(kernel.arg_names.index(k),): v for k, v in constexprs.items()},
                        attrs=aligned)  # fmt: skip
-    options = dict(num_warps=1, enable_fp_fusion=False)
+    options = dict(num_warps=4 if name.startswith("eight") else 1, enable_fp_fusion=False)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = built.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:

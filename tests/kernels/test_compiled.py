@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+EIGHT = [f"eight:{kind}:0" for kind in ("int8", "int4", "e4m3", "mx")] + ["eight:mx:2", "eight:e4m3:8"]
 PROGRAM = Path(__file__).with_name("ahead_of_time.py")
 QUICK = ["quantize:nvfp4-exact:1", "guided:nvfp4-exact:1", "guided:nvfp4-fast:1", "kv:nvfp4-exact:2"]
 LONG = [
@@ -33,3 +34,15 @@ def test_code_for_hopper(names):
         assert r["instructions"] > 100 and r["wide_loads"] >= 2, r
         assert r["spills"] == r["fp64"] == r["threads_wait"] == 0, r
         assert (r["approximate"] > 0) == ("nvfp4-fast" in r["name"]), r
+
+
+@pytest.mark.long
+def test_eight_bit_code_for_hopper():
+    """The same of the kernels over rows, which reduce across warps and so do wait."""
+    pytest.importorskip("triton")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, str(PROGRAM), *EIGHT], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [r["name"] for r in rows] == EIGHT
+    assert all(r["spills"] == r["fp64"] == r["approximate"] == 0 and r["wide_loads"] >= 2 for r in rows), rows

@@ -23,7 +23,6 @@ from tracekit.kernels.rounding import (
     with_sign,
 )
 from tracekit.numerics.formats import pack_codes
-from tracekit.numerics.guided import low_bits
 from tracekit.numerics.profiles import Profile, profile_info
 from tracekit.numerics.quantize import quantize_dequantize
 
@@ -148,8 +147,10 @@ def chain_options(p: Profile, x: Tensor, n_scales: int) -> dict[str, object]:
 
 
 def pack_low_bits(codes: Tensor, bits: int) -> Tensor:
-    """Low bits of u8 codes [..., K], rows packed least significant first: u8 [..., ceil(K * bits / 8)]."""
-    kept = low_bits(codes, bits)
+    """Low bits (1..8) of u8 codes [..., K], rows packed least significant first: u8 [..., ceil(K * bits / 8)]."""
+    if not 1 <= bits <= 8:
+        raise ConfigError(f"bits must be 1..8, not {bits}")
+    kept = codes & ((1 << bits) - 1)
     k = codes.shape[-1]
     planes = (kept.unsqueeze(-1) >> torch.arange(bits, dtype=torch.uint8, device=codes.device)) & 1
     stream = planes.flatten(-2)

@@ -149,6 +149,14 @@ def e4m3_decode(byte):
 
 
 @jit
+def widen(v, INTERPRET: tl.constexpr):
+    """v in fp32 (the interpreter's cast from bf16 is wrong for subnormals)."""
+    if INTERPRET and v.dtype == tl.bfloat16:
+        return (v.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return v.to(tl.float32)
+
+
+@jit
 def narrow(v, ptr, INTERPRET: tl.constexpr):
     """fp32 v in the element type of `ptr`, to nearest even (the interpreter's cast to bf16 truncates)."""
     if INTERPRET and ptr.dtype.element_ty == tl.bfloat16:
