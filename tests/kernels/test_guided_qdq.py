@@ -5,6 +5,7 @@ import torch
 
 from tracekit.errors import ConfigError
 from tracekit.kernels import guided_qdq, pack_low_bits
+from tracekit.kernels.quantize_pack import KERNEL_PROFILES
 from tracekit.numerics import guided_round, profile_info, quantize
 
 PROFILES = ["nvfp4-exact", "mxfp4-rceil", "kv-mx16"]
@@ -45,6 +46,25 @@ def test_equals_reference(device, profile, dtype, bits, rounding, hard_rows):
             rounding=rounding,
         )
         assert got.dtype == dtype and torch.equal(got.cpu(), want)
+
+
+@pytest.mark.parametrize("profile", [p for p in KERNEL_PROFILES if p not in PROFILES])
+@pytest.mark.parametrize("dtype, bits", [(torch.bfloat16, 1), (torch.float16, 2), (torch.float32, 4)])
+def test_other_chains_equal_reference(device, profile, dtype, bits, hard_rows):
+    """The orders of operations that differ from nvfp4-exact only in scaling, missing blocks under their own scale."""
+    p = profile_info(profile)
+    x = hard_rows(dtype=dtype)
+    for g in (torch.tensor(448.3), torch.rand(48, 1) * 300 + 1):
+        g = 1 / g if p.decode_global else g
+        q = quantize(x, profile, global_scale=g)
+        y = drifted(x)
+        scales = q.scales.clone()
+        scales[37, 1] = scales[3, 0] = p.missing_scale
+        args = dict(bits=bits, profile=profile)
+        want = guided_round(y, q.codes & ((1 << bits) - 1), scales, global_scale=g, **args)
+        low = pack_low_bits(q.codes, bits).to(device)
+        got = guided_qdq(y.to(device), low, scales.to(device), global_scale=g.to(device), **args)
+        assert torch.equal(got.cpu(), want)
 
 
 @pytest.mark.parametrize("bits", range(1, 5))

@@ -156,7 +156,7 @@ def test_one_bit_fails_on_the_far_side_of_the_nearest():
 @pytest.mark.parametrize("bits", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_same_input_reproduces_the_rollout(profile, bits, dtype):
-    """Guided by its own record, a value rounds to the rollout's: no drift, no mismatch (saturated values included)."""
+    """docs/concepts/rounding.md, P6: guided by its own record, a value rounds to the rollout's (saturated ones too)."""
     torch.manual_seed(0)
     x = (torch.randn(64, 96) * torch.rand(64, 1).exp() * 3).to(dtype)
     q = quantize(x, profile, amax=20.0)

@@ -50,17 +50,23 @@ def check16(rows: Tensor) -> Tensor:
     return _fold(shares(rows)) ^ zero
 
 
+@cache
+def _tries(n: int, device: torch.device) -> Tensor:
+    """bool `[n (n + 1) / 2, n]`: each change alone, then each pair."""
+    tries = [(i,) for i in range(n)] + list(combinations(range(n), 2))
+    masks = torch.zeros(len(tries), n, dtype=torch.bool)
+    for k, t in enumerate(tries):
+        masks[k, list(t)] = True
+    return masks.to(device)
+
+
 def search(wrong: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Which of `LIST` changes, singly or in pairs, repair a row's check.
 
     `wrong` int32 `[R]` is the check computed xor the check stored, `delta` int32 `[R, L]` what each change does to it.
     Returns (found bool `[R]`, chosen bool `[R, L]`). With 16 bits and 36 tries one wrong row in 1 800 is accepted.
     """
-    n = delta.shape[1]
-    tries = [(i,) for i in range(n)] + list(combinations(range(n), 2))
-    masks = torch.zeros(len(tries), n, dtype=torch.bool, device=delta.device)
-    for k, t in enumerate(tries):
-        masks[k, list(t)] = True
+    masks = _tries(delta.shape[1], delta.device)
     effect = _fold(torch.where(masks, delta[:, None, :], 0))
     hit = effect == wrong[:, None]
     return hit.any(1), masks[hit.to(torch.uint8).argmax(1)]

@@ -1,5 +1,7 @@
 """Triton kernels, one operation a file. On tensors that Triton cannot take, each runs its PyTorch reference."""
 
+from tracekit.kernels.decode_record import DeviceRecord, decode_on_device, guided_from_record
+from tracekit.kernels.eight_bit import guided_qdq_e4m3, quantize_eight_bit
 from tracekit.kernels.expert_weights import PublishedWeights, fake_quantize_experts
 from tracekit.kernels.fp4_decode_attention import fp4_decode_attention
 from tracekit.kernels.guided_qdq import guided_qdq
@@ -7,11 +9,16 @@ from tracekit.kernels.kv_write import write_kv
 from tracekit.kernels.quantize_pack import pack_low_bits, quantize_pack, quantize_pack_into, unpack_low_bits
 
 __all__ = [
+    "DeviceRecord",
     "PublishedWeights",
+    "decode_on_device",
     "fake_quantize_experts",
     "fp4_decode_attention",
+    "guided_from_record",
     "guided_qdq",
+    "guided_qdq_e4m3",
     "pack_low_bits",
+    "quantize_eight_bit",
     "quantize_pack",
     "quantize_pack_into",
     "unpack_low_bits",

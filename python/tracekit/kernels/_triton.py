@@ -38,3 +38,8 @@ def runs_triton(x: torch.Tensor) -> bool:
 def hardware_casts(x: torch.Tensor) -> bool:
     """Whether fp32 -> E4M3 may use the hardware's saturating cast (the interpreter's is wrong, older GPUs lack it)."""
     return not INTERPRET and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+def hardware_reciprocal(x: torch.Tensor) -> bool:
+    """Whether rcp.approx.ftz.f32 runs and is the one whose table was measured (sm_90)."""
+    return not INTERPRET and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) == (9, 0)

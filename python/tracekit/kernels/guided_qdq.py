@@ -13,18 +13,10 @@ import torch
 from torch import Tensor
 
 from tracekit.errors import ConfigError
-from tracekit.kernels._triton import INTERPRET, cdiv, hardware_casts, jit, runs_triton, tl
-from tracekit.kernels.quantize_pack import check_supported, per_block_scales, unpack_low_bits
-from tracekit.kernels.rounding import (
-    absolute_maximum,
-    block_scale,
-    e2m1_magnitude,
-    load_eight,
-    narrow,
-    scale_inverse,
-    scale_value,
-    with_sign,
-)
+from tracekit.kernels._triton import INTERPRET, cdiv, jit, runs_triton, tl
+from tracekit.kernels.chains import chain_of, choose_scale, over_scale, scale_factor, scale_inverse
+from tracekit.kernels.quantize_pack import chain_options, check_supported, per_block_scales, unpack_low_bits
+from tracekit.kernels.rounding import absolute_maximum, e2m1_magnitude, load_eight, narrow, with_sign
 from tracekit.numerics.guided import guided_round
 from tracekit.numerics.profiles import Profile, profile_info
 from tracekit.numerics.scales import resolve_global_scale
@@ -32,10 +24,11 @@ from tracekit.numerics.scales import resolve_global_scale
 
 @jit
 def guided_values(
-    x, inverse, codes, BITS: tl.constexpr, OPEN: tl.constexpr, AWAY: tl.constexpr, INTERPRET: tl.constexpr
-):
+    x, inverse, codes, BITS: tl.constexpr, OPEN: tl.constexpr, CHAIN: tl.constexpr, AWAY: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
     """q* of fp32 x [ROWS, 8] under low-bit codes (int32, same shape; unused for BITS 0), with the sign of x."""
-    z = x * inverse
+    z = over_scale(x, inverse, CHAIN)
     if INTERPRET:
         z = tl.where(z != z, 6.0, z)
     if OPEN:
@@ -97,28 +90,28 @@ def _codes(low_ptr, eight, mask, ROWS: tl.constexpr, BITS: tl.constexpr):
 @jit
 def _guide_tile(
     x, codes, inverse, factor, decode, missing, out_ptr, offset, mask,
-    BITS: tl.constexpr, OPEN: tl.constexpr, E8M0: tl.constexpr, AWAY: tl.constexpr, SOME_MISSING: tl.constexpr,
+    BITS: tl.constexpr, OPEN: tl.constexpr, CHAIN: tl.constexpr, AWAY: tl.constexpr, SOME_MISSING: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Round and store eight elements of each row; rows in `missing` to nearest."""
     if BITS > 0:
-        q = guided_values(x, inverse, codes, BITS, OPEN, AWAY, INTERPRET)
+        q = guided_values(x, inverse, codes, BITS, OPEN, CHAIN, AWAY, INTERPRET)
         if SOME_MISSING:
-            q = tl.where(missing[:, None] > 0, guided_values(x, inverse, codes, 0, False, AWAY, INTERPRET), q)
+            q = tl.where(missing[:, None] > 0, guided_values(x, inverse, codes, 0, False, CHAIN, AWAY, INTERPRET), q)
     else:
-        q = guided_values(x, inverse, 0, 0, False, AWAY, INTERPRET)
+        q = guided_values(x, inverse, 0, 0, False, CHAIN, AWAY, INTERPRET)
     v = q * factor
-    if not E8M0:
+    if CHAIN == "exact" or CHAIN == "fast" or CHAIN == "mse" or CHAIN == "mae":
         v = v * decode
     tl.store(out_ptr + offset[:, None] + tl.arange(0, 8)[None, :], narrow(v, out_ptr, INTERPRET), mask=mask[:, None])
 
 
 @jit
 def _guided_qdq_kernel(
-    x_ptr, low_ptr, scales_ptr, g_ptr, out_ptr, n_blocks, blocks_per_scale,
+    x_ptr, low_ptr, scales_ptr, g_ptr, ulp_ptr, out_ptr, n_blocks, blocks_per_scale,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, OPEN: tl.constexpr, SCALES: tl.constexpr,
-    E8M0: tl.constexpr, MIN_SCALE: tl.constexpr, AWAY: tl.constexpr, MISSING: tl.constexpr, HARDWARE: tl.constexpr,
-    PAIRS: tl.constexpr, INTERPRET: tl.constexpr,
+    CHAIN: tl.constexpr, TABLE: tl.constexpr, E8M0: tl.constexpr, MIN_SCALE: tl.constexpr, AWAY: tl.constexpr,
+    MISSING: tl.constexpr, HARDWARE: tl.constexpr, PAIRS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = block < n_blocks
@@ -154,29 +147,30 @@ def _guided_qdq_kernel(
         if BLOCK == 32:
             upper = tl.maximum(absolute_maximum(x2, True, INTERPRET), absolute_maximum(x3, True, INTERPRET))
             amax = tl.maximum(amax, upper)
-        byte = tl.where(missing > 0, block_scale(amax, g, E8M0, MIN_SCALE, HARDWARE), byte)
-        inverse = scale_inverse(byte, g, E8M0)[:, None]
-        factor = scale_value(byte, E8M0)[:, None]
-        _guide_tile(x0, c0, inverse, factor, decode, missing, out_ptr, start, mask, BITS, OPEN, E8M0, AWAY, True,
+        own = choose_scale(x0, x1, amax, g, x_ptr, CHAIN, ROWS, MIN_SCALE, HARDWARE, INTERPRET)
+        byte = tl.where(missing > 0, own, byte)
+        inverse = scale_inverse(byte, g, ulp_ptr, CHAIN, TABLE)[:, None]
+        factor = scale_factor(byte, g, CHAIN)[:, None]
+        _guide_tile(x0, c0, inverse, factor, decode, missing, out_ptr, start, mask, BITS, OPEN, CHAIN, AWAY, True,
                     INTERPRET)  # fmt: skip
-        _guide_tile(x1, c1, inverse, factor, decode, missing, out_ptr, start + 8, mask, BITS, OPEN, E8M0, AWAY, True,
+        _guide_tile(x1, c1, inverse, factor, decode, missing, out_ptr, start + 8, mask, BITS, OPEN, CHAIN, AWAY, True,
                     INTERPRET)  # fmt: skip
         if BLOCK == 32:
-            _guide_tile(x2, c2, inverse, factor, decode, missing, out_ptr, start + 16, mask, BITS, OPEN, E8M0, AWAY,
+            _guide_tile(x2, c2, inverse, factor, decode, missing, out_ptr, start + 16, mask, BITS, OPEN, CHAIN, AWAY,
                         True, INTERPRET)  # fmt: skip
-            _guide_tile(x3, c3, inverse, factor, decode, missing, out_ptr, start + 24, mask, BITS, OPEN, E8M0, AWAY,
+            _guide_tile(x3, c3, inverse, factor, decode, missing, out_ptr, start + 24, mask, BITS, OPEN, CHAIN, AWAY,
                         True, INTERPRET)  # fmt: skip
     else:
-        inverse = scale_inverse(byte, g, E8M0)[:, None]
-        factor = scale_value(byte, E8M0)[:, None]
-        _guide_tile(x0, c0, inverse, factor, decode, missing, out_ptr, start, mask, BITS, OPEN, E8M0, AWAY, False,
+        inverse = scale_inverse(byte, g, ulp_ptr, CHAIN, TABLE)[:, None]
+        factor = scale_factor(byte, g, CHAIN)[:, None]
+        _guide_tile(x0, c0, inverse, factor, decode, missing, out_ptr, start, mask, BITS, OPEN, CHAIN, AWAY, False,
                     INTERPRET)  # fmt: skip
-        _guide_tile(x1, c1, inverse, factor, decode, missing, out_ptr, start + 8, mask, BITS, OPEN, E8M0, AWAY, False,
+        _guide_tile(x1, c1, inverse, factor, decode, missing, out_ptr, start + 8, mask, BITS, OPEN, CHAIN, AWAY, False,
                     INTERPRET)  # fmt: skip
         if BLOCK == 32:
-            _guide_tile(x2, c2, inverse, factor, decode, missing, out_ptr, start + 16, mask, BITS, OPEN, E8M0, AWAY,
+            _guide_tile(x2, c2, inverse, factor, decode, missing, out_ptr, start + 16, mask, BITS, OPEN, CHAIN, AWAY,
                         False, INTERPRET)  # fmt: skip
-            _guide_tile(x3, c3, inverse, factor, decode, missing, out_ptr, start + 24, mask, BITS, OPEN, E8M0, AWAY,
+            _guide_tile(x3, c3, inverse, factor, decode, missing, out_ptr, start + 24, mask, BITS, OPEN, CHAIN, AWAY,
                         False, INTERPRET)  # fmt: skip
 
 
@@ -191,12 +185,11 @@ def launch_guided_qdq(
         return
     g_blocks, n_scales, covers = per_block_scales(x, g if p.has_global else None, p.block)
     rows = rows or (1024 if INTERPRET else 32)
+    chain = chain_of(p, x)
     _guided_qdq_kernel[(cdiv(n, rows),)](
-        x, scales if low is None else low.contiguous(), scales.contiguous(), g_blocks, out, n, covers,
-        BLOCK=p.block, ROWS=rows, BITS=bits, OPEN=open_, SCALES=1 if n_scales == 1 else 2,
-        E8M0=p.scale_format == "e8m0", MIN_SCALE=getattr(p, "min_scale", 0), AWAY=p.ties == "away",
-        MISSING=p.missing_scale, HARDWARE=hardware_casts(x), PAIRS=x.dtype == torch.bfloat16, INTERPRET=INTERPRET,
-        num_warps=warps or max(1, rows // 64), enable_fp_fusion=False,
+        x, scales if low is None else low.contiguous(), scales.contiguous(), g_blocks, chain.ulps, out, n, covers,
+        ROWS=rows, BITS=bits, OPEN=open_, TABLE=chain.table, MISSING=p.missing_scale,
+        num_warps=warps or max(1, rows // 64), **chain_options(p, x, n_scales),
     )  # fmt: skip
 
 

@@ -10,38 +10,36 @@ from torch import Tensor
 
 from tracekit.errors import ConfigError
 from tracekit.kernels._triton import INTERPRET, cdiv, hardware_casts, jit, runs_triton, tl
+from tracekit.kernels.chains import CHAINS, chain_of, choose_scale, over_scale, scale_factor, scale_inverse
 from tracekit.kernels.rounding import (
     _larger_or_nan,
     absolute_maximum,
-    block_scale,
     e2m1_magnitude,
     e2m1_round,
     load_eight,
     narrow,
     pack_words,
-    scale_inverse,
-    scale_value,
     store_low_bits,
     with_sign,
 )
 from tracekit.numerics.formats import pack_codes
-from tracekit.numerics.guided import low_bits
 from tracekit.numerics.profiles import Profile, profile_info
 from tracekit.numerics.quantize import quantize_dequantize
 
-KERNEL_PROFILES = ("nvfp4-exact", "mxfp4-rceil", "kv-mx16")
+KERNEL_PROFILES = tuple(CHAINS)
 
 
 @jit
 def _tile(
     x, inverse, factor, decode, four_bits, values_ptr, offset, mask,
-    ROWS: tl.constexpr, VALUES: tl.constexpr, HAS_GLOBAL: tl.constexpr, AWAY: tl.constexpr, KEEP: tl.constexpr,
-    CAREFUL: tl.constexpr, INTERPRET: tl.constexpr,
+    ROWS: tl.constexpr, VALUES: tl.constexpr, CHAIN: tl.constexpr, DECODE: tl.constexpr, AWAY: tl.constexpr,
+    KEEP: tl.constexpr, CAREFUL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    rounded, nibbles, signed = e2m1_round(x, inverse[:, None], four_bits, AWAY, KEEP, CAREFUL, INTERPRET)
+    rounded, nibbles, signed = e2m1_round(x, inverse[:, None], four_bits, CHAIN == "modelopt" or CHAIN == "ct", AWAY,
+                                          KEEP, CAREFUL, INTERPRET)  # fmt: skip
     if VALUES:
         v = e2m1_magnitude(rounded - 12582916.0) * factor[:, None]
-        if HAS_GLOBAL:
+        if DECODE:
             v = v * decode
         v = narrow(with_sign(v, signed), values_ptr, INTERPRET)
         tl.store(values_ptr + offset[:, None] + tl.arange(0, 8)[None, :], v, mask=mask[:, None])
@@ -50,30 +48,30 @@ def _tile(
 
 @jit
 def _sixteen(
-    x0, x1, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, sixteen, mask,
-    ROWS: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, HAS_GLOBAL: tl.constexpr, AWAY: tl.constexpr,
-    KEEP: tl.constexpr, CAREFUL: tl.constexpr, INTERPRET: tl.constexpr,
+    x0, x1, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, sixteen, target, mask,
+    ROWS: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, CHAIN: tl.constexpr, DECODE: tl.constexpr,
+    AWAY: tl.constexpr, KEEP: tl.constexpr, CAREFUL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Round and store elements [16 * sixteen, 16 * sixteen + 16) of the tensor, in two tiles."""
-    w0 = _tile(x0, inverse, factor, decode, four_bits, values_ptr, sixteen * 16, mask, ROWS, VALUES, HAS_GLOBAL, AWAY,
-               KEEP, CAREFUL, INTERPRET)  # fmt: skip
-    w1 = _tile(x1, inverse, factor, decode, four_bits, values_ptr, sixteen * 16 + 8, mask, ROWS, VALUES, HAS_GLOBAL,
+    """Round and store elements [16 * sixteen, 16 * sixteen + 16) of the tensor, in two tiles; codes go to `target`."""
+    w0 = _tile(x0, inverse, factor, decode, four_bits, values_ptr, sixteen * 16, mask, ROWS, VALUES, CHAIN, DECODE,
                AWAY, KEEP, CAREFUL, INTERPRET)  # fmt: skip
-    word = sixteen[:, None] * 2 + tl.arange(0, 2)[None, :]
+    w1 = _tile(x1, inverse, factor, decode, four_bits, values_ptr, sixteen * 16 + 8, mask, ROWS, VALUES, CHAIN, DECODE,
+               AWAY, KEEP, CAREFUL, INTERPRET)  # fmt: skip
+    word = target[:, None] * 2 + tl.arange(0, 2)[None, :]
     tl.store(packed_ptr + word, tl.join(w0, w1), mask=mask[:, None])
     if BITS > 0:
         store_low_bits(low_ptr, sixteen, w0, w1, mask, BITS)
 
 
 @jit
-def _quantize_pack_kernel(
-    x_ptr, g_ptr, packed_ptr, scales_ptr, low_ptr, values_ptr, n_blocks, blocks_per_scale, four_bits,
+def quantize_blocks(
+    x_ptr, g_ptr, ulp_ptr, packed_ptr, scales_ptr, low_ptr, values_ptr, block, target, scale_at, mask,
+    blocks_per_scale, four_bits,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr,
-    E8M0: tl.constexpr, MIN_SCALE: tl.constexpr, AWAY: tl.constexpr, KEEP: tl.constexpr, HARDWARE: tl.constexpr,
-    PAIRS: tl.constexpr, INTERPRET: tl.constexpr,
+    CHAIN: tl.constexpr, TABLE: tl.constexpr, E8M0: tl.constexpr, MIN_SCALE: tl.constexpr, AWAY: tl.constexpr,
+    KEEP: tl.constexpr, HARDWARE: tl.constexpr, PAIRS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    mask = block < n_blocks
+    """Quantise blocks `block` [ROWS] of x: codes to block `target` of the packed buffer, scales to byte `scale_at`."""
     start = block * BLOCK
     x0 = load_eight(x_ptr, start, mask, ROWS, PAIRS)
     x1 = load_eight(x_ptr, start + 8, mask, ROWS, PAIRS)
@@ -86,6 +84,7 @@ def _quantize_pack_kernel(
         amax = _larger_or_nan(amax, upper)
     g = 1.0
     decode = 1.0
+    DECODE: tl.constexpr = CHAIN == "exact" or CHAIN == "fast" or CHAIN == "mse" or CHAIN == "mae"
     if not E8M0:
         if SCALES == 1:
             g = tl.load(g_ptr)
@@ -93,37 +92,65 @@ def _quantize_pack_kernel(
         else:
             g = tl.load(g_ptr + block // blocks_per_scale, mask=mask, other=1.0)
             decode = tl.div_rn(1.0, g)[:, None]
-    byte = block_scale(amax, g, E8M0, MIN_SCALE, HARDWARE)
-    inverse = scale_inverse(byte, g, E8M0)
+    byte = choose_scale(x0, x1, amax, g, x_ptr, CHAIN, ROWS, MIN_SCALE, HARDWARE, INTERPRET)
+    inverse = scale_inverse(byte, g, ulp_ptr, CHAIN, TABLE)
     # Products of 7 and above (a stale global scale, a subnormal block scale) and NaN are rare: they have a branch.
-    rare = tl.max(tl.where(amax * inverse < 7.0, 0, 1), axis=0)
+    rare = tl.max(tl.where(over_scale(amax, inverse, CHAIN) < 7.0, 0, 1), axis=0)
     first = block * (BLOCK // 16)
+    to = target * (BLOCK // 16)
     if rare > 0:
         amax = tl.maximum(absolute_maximum(x0, True, INTERPRET), absolute_maximum(x1, True, INTERPRET))
         if BLOCK == 32:
             upper = tl.maximum(absolute_maximum(x2, True, INTERPRET), absolute_maximum(x3, True, INTERPRET))
             amax = tl.maximum(amax, upper)
-        byte = block_scale(amax, g, E8M0, MIN_SCALE, HARDWARE)
-        inverse = scale_inverse(byte, g, E8M0)
-        factor = scale_value(byte, E8M0)
-        _sixteen(x0, x1, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, first, mask,
-                 ROWS, BITS, VALUES, not E8M0, AWAY, KEEP, True, INTERPRET)  # fmt: skip
+        byte = choose_scale(x0, x1, amax, g, x_ptr, CHAIN, ROWS, MIN_SCALE, HARDWARE, INTERPRET)
+        inverse = scale_inverse(byte, g, ulp_ptr, CHAIN, TABLE)
+        factor = scale_factor(byte, g, CHAIN)
+        _sixteen(x0, x1, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, first, to, mask,
+                 ROWS, BITS, VALUES, CHAIN, DECODE, AWAY, KEEP, True, INTERPRET)  # fmt: skip
         if BLOCK == 32:
-            _sixteen(x2, x3, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, first + 1, mask,
-                     ROWS, BITS, VALUES, not E8M0, AWAY, KEEP, True, INTERPRET)  # fmt: skip
+            _sixteen(x2, x3, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, first + 1, to + 1,
+                     mask, ROWS, BITS, VALUES, CHAIN, DECODE, AWAY, KEEP, True, INTERPRET)  # fmt: skip
     else:
-        factor = scale_value(byte, E8M0)
-        _sixteen(x0, x1, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, first, mask,
-                 ROWS, BITS, VALUES, not E8M0, AWAY, KEEP, False, INTERPRET)  # fmt: skip
+        factor = scale_factor(byte, g, CHAIN)
+        _sixteen(x0, x1, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, first, to, mask,
+                 ROWS, BITS, VALUES, CHAIN, DECODE, AWAY, KEEP, False, INTERPRET)  # fmt: skip
         if BLOCK == 32:
-            _sixteen(x2, x3, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, first + 1, mask,
-                     ROWS, BITS, VALUES, not E8M0, AWAY, KEEP, False, INTERPRET)  # fmt: skip
-    tl.store(scales_ptr + block, byte.to(tl.uint8), mask=mask)
+            _sixteen(x2, x3, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, first + 1, to + 1,
+                     mask, ROWS, BITS, VALUES, CHAIN, DECODE, AWAY, KEEP, False, INTERPRET)  # fmt: skip
+    tl.store(scales_ptr + scale_at, byte.to(tl.uint8), mask=mask)
+
+
+@jit
+def _quantize_pack_kernel(
+    x_ptr, g_ptr, ulp_ptr, packed_ptr, scales_ptr, low_ptr, values_ptr, n_blocks, blocks_per_scale, four_bits,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr,
+    CHAIN: tl.constexpr, TABLE: tl.constexpr, E8M0: tl.constexpr, MIN_SCALE: tl.constexpr, AWAY: tl.constexpr,
+    KEEP: tl.constexpr, HARDWARE: tl.constexpr, PAIRS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mask = block < n_blocks
+    quantize_blocks(
+        x_ptr, g_ptr, ulp_ptr, packed_ptr, scales_ptr, low_ptr, values_ptr, block, block, block, mask,
+        blocks_per_scale, four_bits, BLOCK, ROWS, BITS, VALUES, SCALES, CHAIN, TABLE, E8M0, MIN_SCALE, AWAY, KEEP,
+        HARDWARE, PAIRS, INTERPRET,
+    )  # fmt: skip
+
+
+def chain_options(p: Profile, x: Tensor, n_scales: int) -> dict[str, object]:
+    """Constexpr arguments that the kernels over E2M1 blocks share, but for `TABLE`."""
+    return dict(
+        BLOCK=p.block, SCALES=1 if n_scales == 1 else 2, CHAIN=CHAINS[p.name], E8M0=p.scale_format == "e8m0",
+        MIN_SCALE=getattr(p, "min_scale", 0), AWAY=p.ties == "away", HARDWARE=hardware_casts(x),
+        PAIRS=x.dtype == torch.bfloat16, INTERPRET=INTERPRET, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def pack_low_bits(codes: Tensor, bits: int) -> Tensor:
-    """Low bits of u8 codes [..., K], rows packed least significant first: u8 [..., ceil(K * bits / 8)]."""
-    kept = low_bits(codes, bits)
+    """Low bits (1..8) of u8 codes [..., K], rows packed least significant first: u8 [..., ceil(K * bits / 8)]."""
+    if not 1 <= bits <= 8:
+        raise ConfigError(f"bits must be 1..8, not {bits}")
+    kept = codes & ((1 << bits) - 1)
     k = codes.shape[-1]
     planes = (kept.unsqueeze(-1) >> torch.arange(bits, dtype=torch.uint8, device=codes.device)) & 1
     stream = planes.flatten(-2)
@@ -174,13 +201,12 @@ def launch_quantize_pack(
         return
     g_blocks, n_scales, covers = per_block_scales(x, g if p.has_global else None, p.block)
     rows = rows or (1024 if INTERPRET else 64 if n >= 1 << 15 else 32)
+    chain = chain_of(p, x)
     _quantize_pack_kernel[(cdiv(n, rows),)](
-        x, g_blocks, packed.view(torch.int32), scales, scales if low is None else low.view(torch.uint16),
+        x, g_blocks, chain.ulps, packed.view(torch.int32), scales, scales if low is None else low.view(torch.uint16),
         x if values is None else values, n, covers, 0x40800000,
-        BLOCK=p.block, ROWS=rows, BITS=bits if low is not None else 0, VALUES=values is not None,
-        SCALES=1 if n_scales == 1 else 2, E8M0=p.scale_format == "e8m0", MIN_SCALE=getattr(p, "min_scale", 0),
-        AWAY=p.ties == "away", KEEP=p.keeps_minus_zero, HARDWARE=hardware_casts(x), PAIRS=x.dtype == torch.bfloat16,
-        INTERPRET=INTERPRET, num_warps=warps or max(1, rows // 64), enable_fp_fusion=False,
+        ROWS=rows, BITS=bits if low is not None else 0, VALUES=values is not None, TABLE=chain.table,
+        KEEP=p.keeps_minus_zero, num_warps=warps or max(1, rows // 64), **chain_options(p, x, n_scales),
     )  # fmt: skip
 
 

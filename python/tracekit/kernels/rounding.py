@@ -1,4 +1,4 @@
-"""Device functions shared by the kernels: E2M1 rounding, block scales, packing.
+"""Device functions shared by the kernels: E2M1 and E4M3 rounding, loads, packing. (Scales: `chains`.)
 
 Every function has one meaning on the GPU and in the interpreter: no contraction (kernels launch with
 `enable_fp_fusion=False`; `tl.fma` is used only where the product is exact), no approximate division.
@@ -15,10 +15,10 @@ from tracekit.kernels._triton import jit, tl
 
 @jit
 def e2m1_round(
-    x, inverse, four_bits, TIES_AWAY: tl.constexpr, KEEP_MINUS_ZERO: tl.constexpr, CAREFUL: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    x, inverse, four_bits, DIVIDE: tl.constexpr, TIES_AWAY: tl.constexpr, KEEP_MINUS_ZERO: tl.constexpr,
+    CAREFUL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """fp32 x times inverse -> (M + 4 + magnitude code, M + code with the sign in bit 3, a value of the product's sign).
+    """z, fp32 x times (or, DIVIDE, over) inverse -> (M + 4 + magnitude code, M + code, sign in bit 3, z or its sign).
 
     M = 1.5 * 2^23. CAREFUL takes products of 7 and above (saturation) and NaN (which counts as +6); without it there
     may be neither. A GPU's product with a NaN is the positive canonical NaN, and its minimum drops NaN, so only the
@@ -26,12 +26,12 @@ def e2m1_round(
     instructions.
     """
     if CAREFUL:
-        x = x * inverse
+        x = tl.div_rn(x, inverse) if DIVIDE else x * inverse
         if INTERPRET:
             x = tl.where(x != x, 6.0, x)
         a = tl.abs(x)
     else:
-        a = tl.abs(x) * inverse
+        a = tl.div_rn(tl.abs(x), inverse) if DIVIDE else tl.abs(x) * inverse
     if TIES_AWAY:  # an odd last bit lifts a midpoint above itself
         a = (a.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
     if not KEEP_MINUS_ZERO:
@@ -55,6 +55,16 @@ def with_sign(magnitude, z):
     """magnitude with its sign flipped where z is negative."""
     sign = z.to(tl.int32, bitcast=True) & -2147483648
     return (magnitude.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+
+
+@jit
+def e2m1_nearest(z):
+    """fp32 z rounded to E2M1: ties to even, saturating, NaN to +6, negatives that round to zero to +0."""
+    z = tl.where(z != z, 6.0, z)
+    a = tl.minimum(tl.abs(z), 6.0)
+    binade = tl.maximum((a.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 1.0)
+    q = tl.fma(binade, -6291456.0, tl.fma(binade, 6291456.0, a))
+    return tl.where(z < 0.0, -q, q) + 0.0
 
 
 @jit
@@ -139,30 +149,11 @@ def e4m3_decode(byte):
 
 
 @jit
-def block_scale(amax, g, E8M0: tl.constexpr, MIN_SCALE: tl.constexpr, HARDWARE: tl.constexpr):
-    """Scale byte (int32) of fp32 block maxima: nvfp4-exact's e4m3(amax * (g/6)), or the RCEIL exponent."""
-    if E8M0:
-        bits = (amax * 0.16666667163372040).to(tl.int32, bitcast=True)
-        byte = tl.where(bits <= 0x400000, 0, (bits + 0x7FFFFF) >> 23)
-        return tl.minimum(tl.maximum(byte, MIN_SCALE), 254)
-    return e4m3_encode(amax * (g * 0.16666667163372040), HARDWARE)
-
-
-@jit
-def scale_value(byte, E8M0: tl.constexpr):
-    """fp32 value of a scale byte (int32)."""
-    if E8M0:
-        return tl.maximum(byte << 23, 0x400000).to(tl.float32, bitcast=True)
-    return e4m3_decode(byte)
-
-
-@jit
-def scale_inverse(byte, g, E8M0: tl.constexpr):
-    """What a block is multiplied by: min(1 / (s * (1/g)), FLT_MAX), or the exact 2^(127 - byte)."""
-    if E8M0:
-        return tl.maximum((254 - byte) << 23, 0x400000).to(tl.float32, bitcast=True)
-    s = e4m3_decode(byte) * tl.div_rn(1.0, g)
-    return tl.minimum(tl.div_rn(1.0, s), 3.4028234663852886e38)
+def widen(v, INTERPRET: tl.constexpr):
+    """v in fp32 (the interpreter's cast from bf16 is wrong for subnormals)."""
+    if INTERPRET and v.dtype == tl.bfloat16:
+        return (v.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return v.to(tl.float32)
 
 
 @jit

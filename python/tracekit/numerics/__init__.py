@@ -8,6 +8,7 @@ from tracekit.numerics.formats import (
     unpack_codes,
 )
 from tracekit.numerics.guided import guided_round, low_bits
+from tracekit.numerics.guided_table import guide_by_table, guided_round_e4m3
 from tracekit.numerics.profiles import PROFILES, Profile, profile_info
 from tracekit.numerics.quantize import (
     Quantized,
@@ -36,7 +37,9 @@ __all__ = [
     "expert_global_scale",
     "fake_quantize",
     "global_scale_for",
+    "guide_by_table",
     "guided_round",
+    "guided_round_e4m3",
     "low_bits",
     "pack_codes",
     "profile_info",

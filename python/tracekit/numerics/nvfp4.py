@@ -95,7 +95,7 @@ class NVFP4CompressedTensors(Profile):
     """
 
     def block_scale(self, amax: Tensor, g: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
-        sixth = (amax.to(dtype) / 6.0).to(torch.float32)
+        sixth = (amax.to(dtype) / constant(6.0, amax.device)).to(torch.float32)  # a GPU turns "/ 6.0" into a product
         scales = e4m3_encode_positive(g * sixth)
         return torch.where(scales == 0, 0x20, scales)
 

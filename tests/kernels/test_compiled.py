@@ -1,0 +1,48 @@
+"""What the compiler makes of the kernels for sm_90, found without a GPU: one subprocess, the interpreter off."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EIGHT = [f"eight:{kind}:0" for kind in ("int8", "int4", "e4m3", "mx")] + ["eight:mx:2", "eight:e4m3:8"]
+PROGRAM = Path(__file__).with_name("ahead_of_time.py")
+QUICK = ["quantize:nvfp4-exact:1", "guided:nvfp4-exact:1", "guided:nvfp4-fast:1", "kv:nvfp4-exact:2"]
+LONG = [
+    *(f"quantize:{p}:1" for p in ("nvfp4-fast", "nvfp4-4over6", "nvfp4-modelopt", "nvfp4-torchao", "nvfp4-ct")),
+    *(f"quantize:{p}:2" for p in ("mxfp4-rceil", "mxfp4-floor", "mxfp4-even", "kv-mx16")),
+    *(f"guided:nvfp4-exact:{bits}" for bits in (2, 3, 4)),
+    *(f"guided:{p}:1" for p in ("nvfp4-modelopt", "nvfp4-torchao", "nvfp4-ct", "nvfp4-4over6-mae", "mxfp4-even")),
+]
+
+
+@pytest.mark.parametrize("names", [QUICK, pytest.param(LONG, marks=pytest.mark.long)], ids=["quick", "long"])
+def test_code_for_hopper(names):
+    """No spills to local memory, no fp64, 16-byte loads, no barrier; approximate reciprocals in nvfp4-fast alone."""
+    pytest.importorskip("triton")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, str(PROGRAM), *names], env=env, capture_output=True, text=True)
+    if "ptxas" in done.stderr and "not found" in done.stderr.lower():
+        pytest.skip("triton came without ptxas")
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [r["name"] for r in rows] == names
+    for r in rows:
+        assert r["instructions"] > 100 and r["wide_loads"] >= 2, r
+        assert r["spills"] == r["fp64"] == r["threads_wait"] == 0, r
+        assert (r["approximate"] > 0) == ("nvfp4-fast" in r["name"]), r
+
+
+@pytest.mark.long
+def test_eight_bit_code_for_hopper():
+    """The same of the kernels over rows, which reduce across warps and so do wait."""
+    pytest.importorskip("triton")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, str(PROGRAM), *EIGHT], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [r["name"] for r in rows] == EIGHT
+    assert all(r["spills"] == r["fp64"] == r["approximate"] == 0 and r["wide_loads"] >= 2 for r in rows), rows
