@@ -151,7 +151,7 @@ def test_the_examples_of_the_docs_sample_and_learn(served, tmp_path, monkeypatch
     (tmp_path / "model").mkdir()
     scope = {}
     exec(worker, scope)
-    assert [s.name for s in scope["settings"].sites] == [s.name for s in served.settings.sites]
+    assert scope["settings"].sites == served.settings.sites
     assert scope["settings"].static_scales == served.settings.static_scales
 
     def post(path, body):

@@ -48,15 +48,15 @@ class Settings:
         """Names the settings: an engine's records carry it, so that a client sees whether they agree."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write the settings as JSON, for `tracekit serve`."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
-    def load(cls, path: Path) -> Settings:
+    def load(cls, path: Path | str) -> Settings:
         """The settings in `path`. Raises ConfigError when it can't be read or holds something else."""
         try:
-            return cls._parse(path.read_text())
+            return cls._parse(Path(path).read_text())
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{path}: not the settings of an engine ({error}); see docs/sglang.md") from None
 
