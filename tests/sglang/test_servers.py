@@ -213,9 +213,7 @@ def test_weights_that_do_not_load_are_an_error_and_the_server_lives(served):
     assert len(ask(served.engine, "lives").tokens) == 6
 
 
-def test_a_killed_server_is_named_and_a_new_one_serves_the_same_run(served):
-    from tracekit.rollout.sglang.handshake import shake_hands
-
+def test_a_killed_server_is_named(served):
     end(served.process)
     start = time.monotonic()
     with pytest.raises(EngineError, match=f"127.0.0.1:{served.port}") as dead:
@@ -223,6 +221,13 @@ def test_a_killed_server_is_named_and_a_new_one_serves_the_same_run(served):
     assert time.monotonic() - start < 20 and len(str(dead.value).splitlines()) <= 3
     with pytest.raises(EngineError, match="tracekit serve"):
         served.connect(served.settings, timeout=1)
+
+
+@pytest.mark.long
+def test_a_server_that_is_started_again_serves_the_same_run(served):
+    from tracekit.rollout.sglang.handshake import shake_hands
+
+    end(served.process)
     served.process = start_server(served.out / "engine_model", served.port, served.log)
     wait_for(served.process, served.port)
     engine = served.connect(served.settings)
