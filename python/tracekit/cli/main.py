@@ -73,10 +73,15 @@ def _dispatch(words: list[str], context: Context) -> int:
         from tracekit.cli import train
 
         return train.run(words[1:], context)
+    if words[:1] == ["serve"]:
+        from tracekit.cli import serve
+
+        return serve.run(words[1:])
     parser = argparse.ArgumentParser(prog="tracekit", description=tracekit.__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"tracekit {tracekit.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     commands.add_parser("train", help="train a model; without an argument, the quickstart", add_help=False)
+    commands.add_parser("serve", help="start an SGLang server that records guidance", add_help=False)
     if words[:1] == ["guidance"]:
         from tracekit.cli import guidance
 

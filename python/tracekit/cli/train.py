@@ -74,7 +74,8 @@ def _check_objective(loaded: tk.Loaded) -> list[str]:
 
 def _check_engine(config: tk.Config) -> None:
     """Refuse an engine that is not installed, before anything is trained for it."""
-    if config.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
+    here = config.rollout.engine == "sglang" and not config.rollout.servers
+    if here and importlib.util.find_spec("sglang") is None:
         raise EngineError('rollout.engine = "sglang": SGLang is not installed in this environment; see docs/sglang.md')
 
 

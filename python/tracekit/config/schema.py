@@ -72,6 +72,11 @@ class RolloutConfig:
     that rounds and records."""
     sglang: dict = field(default_factory=dict)
     """Further arguments of `sglang.Engine`, by their own names."""
+    servers: list[str] = field(default_factory=list)
+    """Addresses of SGLang servers to sample from (`http://host:port`), each started by `tracekit serve` on the run's
+    `engine_model`; without any, `sglang` starts an engine itself."""
+    server_timeout: float = 600
+    """Seconds that a server may take to start, to answer a request or to load weights."""
     prompts_per_step: int = 64
     """Prompts of a step."""
     group_size: int = 8

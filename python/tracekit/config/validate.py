@@ -66,6 +66,7 @@ POSITIVE = (
     "model.rope_theta",
     "warmstart.lr",
     "rollout.temperature",
+    "rollout.server_timeout",
     "optim.lr",
     "optim.max_grad_norm",
     "algo.critic_lr",
@@ -166,7 +167,14 @@ def _guidance(config: Config) -> None:
 def _sglang(config: Config) -> None:
     """What the engine's plugin does not do."""
     if config.rollout.engine != "sglang":
+        if config.rollout.servers:
+            raise ConfigError('rollout.servers are SGLang servers: set rollout.engine = "sglang"')
         return
+    for url in config.rollout.servers:
+        if not re.fullmatch(r"https?://[^/\s]+/?", url):
+            raise ConfigError(f"rollout.servers: {url!r} is not an address such as http://127.0.0.1:30000")
+    if config.rollout.servers and config.rollout.sglang:
+        raise ConfigError("rollout.sglang is for an engine of this machine; give them to `tracekit serve`")
     if config.quant.global_scale == "token":
         raise ConfigError(
             'quant.global_scale = "token": the SGLang plugin rounds under static scales; set it to "static"'

@@ -37,17 +37,31 @@ def start_engine(
             dtype=getattr(torch, config.rollout.dtype),
         )
     engine.load(weights)
+    if config.rollout.engine == "sglang":
+        from tracekit.rollout.sglang.handshake import shake_hands
+
+        try:
+            for member in engine.members():
+                shake_hands(member, learner.vocab_size)
+        except BaseException:
+            engine.shutdown()
+            raise
     return engine
 
 
 def _sglang(config, run, learner, tokenizer, weights, static_scales):
     from tracekit.learner.hf import published_tensors, save_hf
     from tracekit.rollout.sglang.engine import SGLangEngine
-    from tracekit.rollout.sglang.settings import Settings
+    from tracekit.rollout.sglang.servers import SGLangServers
+    from tracekit.rollout.sglang.settings import FILE, Settings
 
     folder = run.path / "engine_model"
     ids = {"eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
-    save_hf(folder, learner.model, config.model, learner.vocab_size, weights, **ids)
+
+    def save(folder, weights):
+        save_hf(folder, learner.model, config.model, learner.vocab_size, weights, **ids)
+
+    save(folder, weights)
     settings = Settings(
         folder=str(run.guidance.resolve()),
         experts=None if config.quant.experts == "none" else config.quant.experts,
@@ -57,13 +71,22 @@ def _sglang(config, run, learner, tokenizer, weights, static_scales):
         encoding=config.guidance.encoding,
         user={"run": config.name},
     )
+    settings.save(folder / FILE)
+    sizes = {"layers": config.model.n_layers, "top_k": config.model.top_k, "eos_id": tokenizer.eos_id}
+    if config.rollout.servers:
+        return SGLangServers(
+            config.rollout.servers,
+            settings,
+            save_weights=save,
+            weights_folder=run.path / "published",
+            timeout=config.rollout.server_timeout,
+            **sizes,
+        )
     return SGLangEngine(
         folder,
         settings,
         tensors=partial(published_tensors, learner.model),
-        layers=config.model.n_layers,
-        top_k=config.model.top_k,
-        eos_id=tokenizer.eos_id,
+        **sizes,
         context=config.model.max_seq_len,
         seed=config.seed,
         arguments=config.rollout.sglang,

@@ -17,14 +17,13 @@ from tracekit.rollout.protocol import PublishedWeights, Rollouts
 from tracekit.rollout.sglang import platform
 from tracekit.rollout.sglang.settings import Settings
 
-COMMIT_SECONDS = 60
-"""How long the records of finished responses may take to appear on disk."""
-
 
 class SGLangEngine:
     """`protocol.Engine` over `sglang.Engine`. The plugin inside it writes guidance; see `generate`."""
 
     writes_guidance = True
+    commit_seconds = 60
+    """How long the records of finished responses may take to appear on disk."""
 
     def __init__(
         self,
@@ -55,14 +54,9 @@ class SGLangEngine:
         os.environ.update(settings.to_environment())
         options = {
             "model_path": str(model_folder),
-            "skip_tokenizer_init": True,
-            "grammar_backend": "none",
-            "sampling_backend": "pytorch",
-            "enable_return_routed_experts": True,
             "context_length": context,
             "random_seed": seed,
-            "log_level": "warning",
-            **(_cpu_options() if not torch.cuda.is_available() else {"attention_backend": "triton"}),
+            **engine_options(),
             **(arguments or {}),
         }
         start = time.monotonic()
@@ -122,26 +116,35 @@ class SGLangEngine:
             "top_p": 1.0,
             "top_k": -1,
         }
-        try:
-            outs = self._engine.generate(
-                input_ids=rows,
-                sampling_params=options,
-                rid=[f"{step}/{name}" for name in names] if names else None,
-                return_logprob=True,
-                top_logprobs_num=topk,
-                return_routed_experts=True,
-            )
-        except Exception as error:
-            raise EngineError(f"the SGLang engine failed: {str(error).splitlines()[0]}") from error
+        request = {
+            "input_ids": rows,
+            "sampling_params": options,
+            "rid": [f"{step}/{name}" for name in names] if names else None,
+            "return_logprob": True,
+            "top_logprobs_num": topk,
+            "return_routed_experts": True,
+        }
+        outs = self._ask(request, group_size)
         rollouts = self._rollouts(prompts, outs, group_size, max_response_len, topk)
         if names:
             self._wait_for(step, names)
             rollouts.trajectory = list(names)
         return rollouts
 
+    def members(self) -> list[SGLangEngine]:
+        """The engines behind this one, to check each by itself."""
+        return [self]
+
     def shutdown(self) -> None:
         """End the engine's processes."""
         self._engine.shutdown()
+
+    def _ask(self, request: dict[str, Any], group_size: int) -> list[dict[str, Any]]:
+        """SGLang's answers to `request`, in the order of its rows."""
+        try:
+            return self._engine.generate(**request)
+        except Exception as error:
+            raise EngineError(f"the SGLang engine failed: {str(error).splitlines()[0]}") from error
 
     def _run(self, coroutine: Any) -> Any:
         try:
@@ -155,7 +158,7 @@ class SGLangEngine:
         from tracekit.errors import DataError
         from tracekit.guidance import open_dataset
 
-        folder, until = Path(self.settings.folder) / step, time.monotonic() + COMMIT_SECONDS
+        folder, until = Path(self.settings.folder) / step, time.monotonic() + self.commit_seconds
         missing = set(names)
         while missing:
             try:
@@ -164,8 +167,8 @@ class SGLangEngine:
                 pass  # nothing committed yet
             if missing and time.monotonic() > until:
                 raise EngineError(
-                    f"{len(missing)} of {len(names)} responses have no guidance in {folder} after {COMMIT_SECONDS} s "
-                    f"(first: {min(missing)}); see the engine's log for the plugin's error"
+                    f"{len(missing)} of {len(names)} responses have no guidance in {folder} after "
+                    f"{self.commit_seconds} s (first: {min(missing)}); see the engine's log for the plugin's error"
                 )
             if missing:
                 time.sleep(0.02)
@@ -210,6 +213,18 @@ class SGLangEngine:
             topk_ids=top_ids,
             topk_logp=top_logp,
         )
+
+
+def engine_options() -> dict[str, Any]:
+    """Arguments of `sglang.Engine` that capture needs or that suit this machine."""
+    return {
+        "skip_tokenizer_init": True,
+        "grammar_backend": "none",
+        "sampling_backend": "pytorch",
+        "enable_return_routed_experts": True,
+        "log_level": "warning",
+        **(_cpu_options() if not torch.cuda.is_available() else {"attention_backend": "triton"}),
+    }
 
 
 def _cpu_options() -> dict[str, Any]:

@@ -13,7 +13,7 @@ checks that the others are in place and stops the engine otherwise.
 | `ModelRunner.forward`, after | a forward's rows travel on the engine's own copy stream |
 | `_maybe_collect_routed_experts`, around | a finished request's rows are gathered while it holds its slots |
 | `schedule_batch.release_req`, before | rows of a request that is pushed out are kept: they go with its old tokens |
-| `end_weight_update`, after | rows carry the policy version that computed them |
+| `record_weight_version_after_update`, after | rows carry the policy version that computed them |
 """
 
 from __future__ import annotations
@@ -70,6 +70,11 @@ class Plugin:
         self.store = SlotStore(slots)
         if self.settings.sites:
             self.handover = Handover(self.settings)
+
+    def updated(self, weight_version: str | None) -> None:
+        """Weights have come, from tensors, a disk or another process; parts of an update carry no version."""
+        if weight_version is not None:
+            self.version = int(weight_version) if weight_version.isdecimal() else self.version + 1
 
     # -- inside a forward
 
@@ -242,9 +247,8 @@ def register() -> None:
     def around_experts(run, layer, dispatch_output):
         return plugin.experts(run, layer, dispatch_output)
 
-    def after_update(result, *_args, **_named):
-        plugin.version += 1
-        return result
+    def after_update(_result, _updater, weight_version):
+        plugin.updated(weight_version)
 
     hook(f"{RUNNER}.init_routed_experts_capturer", lambda _out, runner: plugin.start(runner), HookType.AFTER)
     hook("sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.run_moe_core", around_experts, HookType.AROUND)
@@ -261,7 +265,7 @@ def register() -> None:
     )
     hook(f"{RESULTS}._maybe_collect_routed_experts", around_collect, HookType.AROUND)
     hook("sglang.srt.managers.schedule_batch.release_req", lambda **named: plugin.pushed_out(**named), HookType.BEFORE)
-    hook(f"{UPDATER}.end_weight_update", after_update, HookType.AFTER)
+    hook(f"{UPDATER}.record_weight_version_after_update", after_update, HookType.AFTER)
     if not torch.cuda.is_available():
         from sglang.srt.mem_cache.pool_host import common
 
