@@ -37,7 +37,7 @@ class GuidanceReader:
                 text = f"{segment['path']}: bytes {offset}..{end} are damaged ({what}); see tracekit guidance verify"
                 warnings.warn(text, stacklevel=3)
             for site in GuidanceSchema.unpack(segment["schema"]).sites:
-                known = self._sites.setdefault(site.name, site)
+                known = self._sites.setdefault(site.name, site.joined)
                 if known.global_scale != site.global_scale:
                     self._mixed.add(site.name)
 
@@ -64,7 +64,7 @@ class GuidanceReader:
         return Trajectory(self, traj_id, self._core.find(traj_id))
 
     def ids(self) -> list[str]:
-        """Ids of all committed trajectories, each once, in the order in which they were begun."""
+        """Ids of all trajectories whose parts are all committed, each once, in the order in which they were begun."""
         return list(dict.fromkeys(self._core.ids()))
 
     @property

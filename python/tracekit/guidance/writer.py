@@ -1,5 +1,6 @@
 """Writing guidance."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,10 @@ class GuidanceWriter:
     gives the trajectory up (`drop`; its commit's result is False, `stats` counts it) or raises QueueFullError, having
     taken nothing. An error of a thread is raised by the next `append`, `commit`, `flush` or `close`.
 
+    `fan_out` puts segments into one of 256 sub-folders, for datasets with very many writers. `io="direct"` bypasses the
+    page cache (O_DIRECT); where the file system cannot, segments go through it, and `close` warns. `stats` counts the
+    segments that did bypass it.
+
     Raises ValueError for arguments that do not fit the schema, DataError when the disk refuses.
     """
 
@@ -73,13 +78,20 @@ class GuidanceWriter:
         chunk_tokens: int = 256,
         roll_bytes: int = 4 << 30,
         threads: int = 1,
+        fan_out: bool = False,
+        io: str = "buffered",
     ) -> None:
+        if io not in ("buffered", "direct"):
+            raise ValueError(f"io '{io}': use buffered or direct")
         if encoding not in ENCODINGS:
             raise ValueError(f"encoding '{encoding}': use one of {', '.join(ENCODINGS)}")
         self.schema = schema
         self._numbers = {s.name: i for i, s in enumerate(schema.sites)}
         data = schema.pack(encoding, chunk_tokens)
-        self._core = _core.Writer(str(dir), data, sync, roll_bytes, queue_bytes, on_full, threads)
+        self._dir, self._direct = str(dir), io == "direct"
+        self._core = _core.Writer(
+            self._dir, data, sync, roll_bytes, queue_bytes, on_full, threads, fan_out, self._direct
+        )
         self._closed: dict[str, int] | None = None
 
     def __enter__(self) -> "GuidanceWriter":
@@ -161,7 +173,8 @@ class GuidanceWriter:
         self._core.flush(sync)
 
     def stats(self) -> dict[str, int]:
-        """bytes (all segments), trajectories and tokens (committed), dropped, segments, queued, queued_peak, stalls."""
+        """bytes (all segments), trajectories and tokens (committed), dropped, segments, direct, queued, queued_peak,
+        stalls."""
         return self._closed or self._core.stats()
 
     def close(self) -> dict[str, int]:
@@ -170,6 +183,9 @@ class GuidanceWriter:
         Trajectories without a commit are dropped and counted."""
         if self._closed is None:
             self._closed = self._core.close()
+            if self._direct and self._closed["direct"] < self._closed["segments"]:
+                text = f"{self._dir} takes no direct writes: segments went through the page cache"
+                warnings.warn(text, stacklevel=2)
         return self._closed
 
 

@@ -30,6 +30,8 @@ fn schema(sites: usize, encoding: Encoding, chunk_tokens: u32) -> Schema {
     let site = |i| Site {
         name: format!("layers.{i}.moe_input"),
         planes: 1,
+        first_plane: 0,
+        all_planes: 1,
         width: WIDTH as u32,
         profile: "nvfp4-exact".into(),
         block: 16,

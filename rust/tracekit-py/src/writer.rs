@@ -46,6 +46,7 @@ fn stats_dict(py: Python<'_>, s: Stats) -> PyResult<Bound<'_, PyDict>> {
     d.set_item("tokens", s.tokens)?;
     d.set_item("dropped", s.dropped)?;
     d.set_item("segments", s.segments)?;
+    d.set_item("direct", s.direct)?;
     d.set_item("queued", s.queued)?;
     d.set_item("queued_peak", s.queued_peak)?;
     d.set_item("stalls", s.stalls)?;
@@ -100,6 +101,8 @@ impl Writer {
         queue_bytes: usize,
         on_full: &str,
         threads: usize,
+        fan_out: bool,
+        direct: bool,
     ) -> PyResult<Self> {
         let on_full = match on_full {
             "block" => OnFull::Block,
@@ -114,7 +117,7 @@ impl Writer {
             _ => return Err(PyValueError::new_err(format!("sync '{sync}': use seal, interval or commit"))),
         };
         let schema = Schema::decode(schema).map_err(|e| raise(py, e))?;
-        let options = Options { sync, roll_bytes, queue_bytes, on_full, threads };
+        let options = Options { sync, roll_bytes, queue_bytes, on_full, threads, fan_out, direct };
         let writer = tracekit_guidance::Writer::new(&dir, schema, options).map_err(|e| raise(py, e))?;
         let pid = writer.pid();
         Ok(Writer(Mutex::new(writer), pid))

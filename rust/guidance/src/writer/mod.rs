@@ -1,5 +1,6 @@
 //! Writing a dataset: producers pack rows and queue them, worker threads encode and write.
 mod file;
+mod output;
 mod pending;
 mod queue;
 mod sink;
@@ -60,11 +61,23 @@ pub struct Options {
     pub on_full: OnFull,
     /// Threads that encode.
     pub threads: usize,
+    /// Whether segments lie in a sub-folder of the writer's, one of 256, so that no folder holds too many.
+    pub fan_out: bool,
+    /// Whether segments bypass the page cache (O_DIRECT), where the file system can.
+    pub direct: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Options { sync: Sync::Seal, roll_bytes: 4 << 30, queue_bytes: 2 << 30, on_full: OnFull::Block, threads: 1 }
+        Options {
+            sync: Sync::Seal,
+            roll_bytes: 4 << 30,
+            queue_bytes: 2 << 30,
+            on_full: OnFull::Block,
+            threads: 1,
+            fan_out: false,
+            direct: false,
+        }
     }
 }
 
@@ -96,6 +109,8 @@ pub struct Stats {
     pub dropped: u64,
     /// Segments.
     pub segments: u64,
+    /// Segments that bypass the page cache.
+    pub direct: u64,
     /// Bytes waiting.
     pub queued: u64,
     /// Most bytes that ever waited.
