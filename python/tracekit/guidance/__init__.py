@@ -7,12 +7,14 @@ from tracekit.guidance.schema import GuidanceSchema, SiteSpec
 
 if TYPE_CHECKING:
     from tracekit.guidance.budget import GuidanceBudget
+    from tracekit.guidance.cuda_writer import DeviceWriter
     from tracekit.guidance.decode import decode
     from tracekit.guidance.prefetch import Microbatch, microbatches
     from tracekit.guidance.reader import GuidanceReader, Trajectory, open_dataset, recover, verify
     from tracekit.guidance.writer import GuidanceWriter, TrajectoryWriter
 
 _WHERE = {
+    "DeviceWriter": "cuda_writer",
     "GuidanceBudget": "budget",
     "Microbatch": "prefetch",
     "microbatches": "prefetch",
@@ -28,6 +30,7 @@ _WHERE = {
 
 __all__ = [
     "BatchRecord",
+    "DeviceWriter",
     "GuidanceBudget",
     "GuidanceReader",
     "GuidanceSchema",

@@ -237,6 +237,10 @@ class Trajectory:
             records[name] = SiteRecord(site, range(start, stop), b.codes, b.scales, b.token_scale, fixed, b.checks)
         return records
 
+    async def aread(self, *args: Any, **kwargs: Any) -> dict[str, SiteRecord]:
+        """`read` in a thread of the running event loop's pool; the loop goes on meanwhile."""
+        return await asyncio.to_thread(self.read, *args, **kwargs)
+
 
 def open_dataset(dir: Any, *, mmap: bool = False) -> GuidanceReader:
     """Opens the folder that writers wrote to; DataError if it holds no segment.

@@ -40,12 +40,24 @@ class Commit:
         return answer
 
 
+_CPU, _PINNED = 1, 3  # DLPack's device types
+
+
+def _array(x: Any, dtype: type) -> np.ndarray:
+    """x as a contiguous array: the same memory if x is an array, a CPU tensor, or has a buffer or DLPack."""
+    if not isinstance(x, np.ndarray) and hasattr(x, "__dlpack_device__"):
+        if x.__dlpack_device__()[0] not in (_CPU, _PINNED):
+            raise ValueError("rows are not in host memory: append them with tracekit.guidance.DeviceWriter")
+        x = np.from_dlpack(x)
+    return np.ascontiguousarray(x, dtype=dtype)
+
+
 def _u8(x: Any) -> np.ndarray:
-    return np.ascontiguousarray(x, dtype=np.uint8)
+    return _array(x, np.uint8)
 
 
 def _f32(x: Any) -> np.ndarray | None:
-    return None if x is None else np.ascontiguousarray(x, dtype=np.float32)
+    return None if x is None else _array(x, np.float32)
 
 
 class GuidanceWriter:
