@@ -115,6 +115,9 @@ class DeviceWriter:
         n = scales.shape[0]
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            for t in (codes, scales, token_scale):
+                if t is not None:  # the caller may free it before the side stream has read it
+                    t.record_stream(self._stream)
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             sent = []
             if codes is not None:
@@ -146,12 +149,10 @@ class DeviceWriter:
         starts = np.cumsum([0, *(-(-f.numel() // ALIGN) * ALIGN for f in flat)])
         piece = self._ring.take(int(starts[-1]))
         arrays = []
-        for source, f, start in zip(sources, flat, starts[:-1].tolist(), strict=True):
+        for f, start in zip(flat, starts[:-1].tolist(), strict=True):
             host = piece[start : start + f.numel()]
             host.copy_(f, non_blocking=True)
             arrays.append(host.numpy())
-            if self._stream:  # the caller's stream may free them before they are copied
-                source.record_stream(self._stream)
         return arrays
 
     def commit(self, trajectory: TrajectoryWriter, status: str = "complete", extra: Any = None) -> "Future[bool]":

@@ -1,5 +1,6 @@
 //! One segment file being written.
 use super::output::Output;
+use super::Mode;
 use crate::chunk::{payload_crc, Payload};
 use crate::crc::crc32c;
 use crate::error::{Error, Result};
@@ -52,7 +53,7 @@ pub struct SegmentFile {
 
 impl SegmentFile {
     /// Creates `dir/name.tkg.open` and writes header and schema.
-    pub fn create(dir: &Path, name: &str, schema: &Schema, direct: bool) -> Result<Self> {
+    pub fn create(dir: &Path, name: &str, schema: &Schema, mode: Mode) -> Result<Self> {
         let path = dir.join(format!("{name}.tkg.open"));
         let file =
             OpenOptions::new().write(true).create_new(true).open(&path).map_err(|e| Error::io(&path, "create", e))?;
@@ -74,7 +75,7 @@ impl SegmentFile {
         let mut buf = header.encode();
         buf.extend_from_slice(&bytes);
         let mut out = SegmentFile {
-            out: Output::new(file, direct),
+            out: Output::new(file, mode),
             path,
             uuid_low: header.uuid_low(),
             buf,
@@ -93,9 +94,9 @@ impl SegmentFile {
         self.out.len() + self.buf.len() as u64
     }
 
-    /// Whether the page cache is bypassed.
-    pub fn direct(&self) -> bool {
-        self.out.direct()
+    /// How bytes really get to the file.
+    pub fn mode(&self) -> Mode {
+        self.out.mode()
     }
 
     /// Bytes not written yet.

@@ -3,6 +3,8 @@ mod file;
 mod output;
 mod pending;
 mod queue;
+#[cfg(feature = "uring")]
+mod ring;
 mod sink;
 
 use crate::chunk::{Encoder, Payload, SiteRows};
@@ -48,6 +50,18 @@ pub enum OnFull {
     Raise,
 }
 
+/// How bytes get to a file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// By `write`, through the page cache.
+    #[default]
+    Buffered,
+    /// Past the page cache (O_DIRECT), where the file system can; otherwise buffered.
+    Direct,
+    /// By io_uring, where the kernel and this build (feature `uring`) can; otherwise buffered.
+    Uring,
+}
+
 /// How a writer behaves.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -63,8 +77,8 @@ pub struct Options {
     pub threads: usize,
     /// Whether segments lie in a sub-folder of the writer's, one of 256, so that no folder holds too many.
     pub fan_out: bool,
-    /// Whether segments bypass the page cache (O_DIRECT), where the file system can.
-    pub direct: bool,
+    /// How segments get to their files.
+    pub mode: Mode,
 }
 
 impl Default for Options {
@@ -76,7 +90,7 @@ impl Default for Options {
             on_full: OnFull::Block,
             threads: 1,
             fan_out: false,
-            direct: false,
+            mode: Mode::Buffered,
         }
     }
 }
@@ -109,8 +123,8 @@ pub struct Stats {
     pub dropped: u64,
     /// Segments.
     pub segments: u64,
-    /// Segments that bypass the page cache.
-    pub direct: u64,
+    /// Segments that are written in the mode that was asked for.
+    pub as_asked: u64,
     /// Bytes waiting.
     pub queued: u64,
     /// Most bytes that ever waited.

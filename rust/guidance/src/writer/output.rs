@@ -1,4 +1,6 @@
-//! Where a segment's bytes go: straight to the operating system, or in aligned blocks past the page cache (O_DIRECT).
+//! Where a segment's bytes go: straight to the operating system, in aligned blocks past the page cache (O_DIRECT), or
+//! in blocks by io_uring.
+use super::Mode;
 use std::alloc::{alloc_zeroed, dealloc, handle_alloc_error, Layout};
 use std::fs::File;
 use std::io::{ErrorKind, IoSlice, Result, Write};
@@ -7,6 +9,8 @@ use std::os::unix::fs::FileExt;
 
 /// Bytes that are written at once past the page cache.
 const BLOCK: usize = 1 << 20;
+/// The largest alignment that direct writes may ask for.
+const MAX_ALIGN: usize = 64 << 10;
 
 /// A file that is only appended to.
 pub struct Output {
@@ -17,6 +21,8 @@ pub struct Output {
 
 /// The end of the file, of which whole blocks are written.
 struct Blocks {
+    #[cfg(feature = "uring")]
+    ring: Option<super::ring::Ring>,
     buffer: Aligned,
     align: usize,
     /// Where the buffer lies in the file: a multiple of `align`.
@@ -29,22 +35,37 @@ struct Blocks {
 }
 
 impl Output {
-    /// Appends to the empty `file`, with O_DIRECT if `direct` and the file system has it.
-    pub fn new(file: File, direct: bool) -> Self {
-        let blocks = alignment(&file).filter(|_| direct && set_direct(&file, true)).map(|align| Blocks {
-            buffer: Aligned::new(BLOCK, align),
+    /// Appends to the empty `file`: with O_DIRECT if the file system has it, by io_uring if the kernel and this build
+    /// have that.
+    pub fn new(file: File, mode: Mode) -> Self {
+        let align = alignment(&file).filter(|_| mode == Mode::Direct && set_direct(&file, true));
+        let blocks = |align| Blocks {
+            #[cfg(feature = "uring")]
+            ring: None,
+            buffer: Aligned::block(),
             align,
             at: 0,
             fill: 0,
             flushed: 0,
-            direct: true,
-        });
-        Output { file, written: 0, blocks }
+            direct: mode == Mode::Direct,
+        };
+        #[cfg(feature = "uring")]
+        if mode == Mode::Uring {
+            let ring = super::ring::Ring::new().ok();
+            let blocks = ring.map(|ring| Blocks { ring: Some(ring), ..blocks(1) });
+            return Output { file, written: 0, blocks };
+        }
+        Output { file, written: 0, blocks: align.map(blocks) }
     }
 
-    /// Whether the page cache is bypassed.
-    pub fn direct(&self) -> bool {
-        self.blocks.as_ref().is_some_and(|b| b.direct)
+    /// How bytes really get to the file.
+    pub fn mode(&self) -> Mode {
+        match &self.blocks {
+            Some(blocks) if blocks.direct => Mode::Direct,
+            #[cfg(feature = "uring")]
+            Some(blocks) if blocks.ring.is_some() => Mode::Uring,
+            _ => Mode::Buffered,
+        }
     }
 
     /// Bytes appended so far.
@@ -112,7 +133,7 @@ impl Blocks {
             self.fill += n;
             bytes = &bytes[n..];
             if self.fill == BLOCK {
-                self.write(file, BLOCK)?;
+                self.send(file)?;
                 self.at += BLOCK as u64;
                 (self.fill, self.flushed) = (0, 0);
             }
@@ -120,7 +141,25 @@ impl Blocks {
         Ok(())
     }
 
+    /// Writes the full buffer.
+    #[cfg(feature = "uring")]
+    fn send(&mut self, file: &File) -> Result<()> {
+        let Some(ring) = &mut self.ring else { return self.write(file, BLOCK) };
+        let full = std::mem::replace(&mut self.buffer, Aligned::empty());
+        self.buffer = ring.send(file, full, BLOCK, self.at, &mut |left| rewrite(file, left))?;
+        Ok(())
+    }
+
+    #[cfg(not(feature = "uring"))]
+    fn send(&mut self, file: &File) -> Result<()> {
+        self.write(file, BLOCK)
+    }
+
     fn flush(&mut self, file: &File) -> Result<()> {
+        #[cfg(feature = "uring")]
+        if let Some(ring) = &mut self.ring {
+            ring.drain(&mut |left| rewrite(file, left))?;
+        }
         if self.fill == self.flushed {
             return Ok(());
         }
@@ -150,8 +189,20 @@ impl Blocks {
     }
 }
 
+/// Does what is left of a block after a short write.
+#[cfg(feature = "uring")]
+fn rewrite(file: &File, mut left: super::ring::Left) -> Result<Aligned> {
+    match left.error {
+        Some(e) if e.kind() != ErrorKind::Interrupted => Err(e),
+        _ => {
+            file.write_all_at(&left.buffer.bytes()[..left.len], left.at)?;
+            Ok(left.buffer)
+        }
+    }
+}
+
 /// Memory at an aligned address.
-struct Aligned {
+pub struct Aligned {
     at: *mut u8,
     layout: Layout,
 }
@@ -160,6 +211,16 @@ struct Aligned {
 unsafe impl Send for Aligned {}
 
 impl Aligned {
+    /// A zeroed buffer of one block, aligned for every file system.
+    pub fn block() -> Self {
+        Self::new(BLOCK, MAX_ALIGN)
+    }
+
+    #[cfg(feature = "uring")]
+    fn empty() -> Self {
+        Self::new(1, 1)
+    }
+
     fn new(len: usize, align: usize) -> Self {
         let layout = Layout::from_size_align(len, align).expect("a power of two");
         // SAFETY: the layout is not empty.
@@ -170,7 +231,8 @@ impl Aligned {
         Aligned { at, layout }
     }
 
-    fn bytes(&mut self) -> &mut [u8] {
+    /// The memory.
+    pub fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: allocated with this size, initialised, and borrowed with `self`.
         unsafe { std::slice::from_raw_parts_mut(self.at, self.layout.size()) }
     }
@@ -194,7 +256,7 @@ fn alignment(file: &File) -> Option<usize> {
     let asked = unsafe { libc::statx(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &mut status) } == 0;
     if asked && status.stx_mask & libc::STATX_DIOALIGN != 0 {
         let need = status.stx_dio_mem_align.max(status.stx_dio_offset_align) as usize;
-        return (need > 0).then(|| need.next_power_of_two().max(4096)).filter(|need| *need <= BLOCK);
+        return (need > 0).then(|| need.next_power_of_two().max(4096)).filter(|need| *need <= MAX_ALIGN);
     }
     // SAFETY: as above.
     let known = unsafe { libc::fstatfs(fd, &mut system) } == 0;
@@ -227,13 +289,13 @@ mod tests {
     use super::*;
 
     /// Appends of every length around a block's size, flushed or not, give the bytes that were appended.
-    fn appended(dir: &std::path::Path, direct: bool) -> bool {
-        let path = dir.join(format!("tracekit-output-{}-{direct}", std::process::id()));
-        let bytes: Vec<u8> = (0..3 << 20).map(|i: u32| (i.wrapping_mul(2654435761) >> 13) as u8).collect();
-        let mut out = Output::new(File::create(&path).unwrap(), direct);
-        let used = out.direct();
+    fn appended(dir: &std::path::Path, mode: Mode) -> Mode {
+        let path = dir.join(format!("tracekit-output-{}-{mode:?}", std::process::id()));
+        let bytes: Vec<u8> = (0..13 << 20).map(|i: u32| (i.wrapping_mul(2654435761) >> 13) as u8).collect();
+        let mut out = Output::new(File::create(&path).unwrap(), mode);
+        let used = out.mode();
         let mut at = 0;
-        for (k, n) in (1..8193).step_by(61).chain([0, BLOCK - 1, 4096, BLOCK + 1, 17]).enumerate() {
+        for (k, n) in (1..8193).step_by(61).chain([0, BLOCK - 1, 4096, BLOCK + 1, 17, 9 * BLOCK]).enumerate() {
             let half = n / 2;
             let (a, b) = bytes[at..at + n].split_at(half);
             out.write(&mut [IoSlice::new(&[]), IoSlice::new(a), IoSlice::new(b)]).unwrap();
@@ -256,11 +318,16 @@ mod tests {
         let here = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
         let target = here.join("../../target");
         let dir = if target.is_dir() { target } else { std::env::temp_dir() };
-        assert!(!appended(&dir, false));
-        appended(&dir, true);
+        assert_eq!(appended(&dir, Mode::Buffered), Mode::Buffered);
+        appended(&dir, Mode::Direct);
+        assert!(cfg!(feature = "uring") || appended(&dir, Mode::Uring) == Mode::Buffered);
+        #[cfg(feature = "uring")]
+        if super::super::ring::Ring::new().is_ok() {
+            assert_eq!(appended(&dir, Mode::Uring), Mode::Uring);
+        }
         let shm = std::path::Path::new("/dev/shm");
         if shm.is_dir() {
-            assert!(!appended(shm, true), "tmpfs has no direct writes");
+            assert_eq!(appended(shm, Mode::Direct), Mode::Buffered, "tmpfs has no direct writes");
         }
     }
 }

@@ -74,9 +74,9 @@ impl Sink {
             std::fs::create_dir_all(&dir).map_err(|e| Error::io(&dir, "create", e))?;
             sync_folder(&self.dir)?;
         }
-        let file = SegmentFile::create(&dir, &name, schema, self.options.direct)?;
+        let file = SegmentFile::create(&dir, &name, schema, self.options.mode)?;
         self.next_file += 1;
-        self.stats.direct += file.direct() as u64;
+        self.stats.as_asked += (file.mode() == self.options.mode) as u64;
         self.files.insert(key, file);
         Ok(key)
     }
