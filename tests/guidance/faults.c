@@ -76,6 +76,21 @@ ssize_t writev(int fd, const struct iovec *v, int count) {
     return r;
 }
 
+ssize_t pwrite64(int fd, const void *buf, size_t n, off_t at) {
+    static ssize_t (*real)(int, const void *, size_t, off_t);
+    if (!real) real = dlsym(RTLD_NEXT, "pwrite64");
+    size_t half = n / 2 & ~(size_t)4095; /* direct writes are of whole blocks */
+    int mode = left_ >= 0 && guidance(fd) ? hit(WRITE) : NONE;
+    if (mode == ENOSPC_) { if (half) real(fd, buf, half, at); errno = ENOSPC; return -1; }
+    if (mode == EIO_) { errno = EIO; return -1; }
+    if (mode == SHORT_) return real(fd, buf, half ? half : n, at);
+    if (mode == KILL_BEFORE) die();
+    if (mode == KILL_HALF) { if (half) real(fd, buf, half, at); die(); }
+    ssize_t r = real(fd, buf, n, at);
+    if (mode == KILL_AFTER) die();
+    return r;
+}
+
 static int sync_(int fd, const char *name) {
     int (*real)(int) = dlsym(RTLD_NEXT, name);
     int mode = left_ >= 0 ? hit(SYNC) : NONE;

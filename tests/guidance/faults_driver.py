@@ -19,11 +19,11 @@ CALLS = {"write": 0, "sync": 1, "rename": 2, "close": 3}
 MODES = {"enospc": 1, "eio": 2, "short": 3, "kill_before": 4, "kill_half": 5, "kill_after": 6}
 
 
-def writer(folder, say):
+def writer(folder, say, io):
     """Six trajectories by the queue and one batch; `say` is told what is committed and what fails."""
     schema = make_wide_schema()
     calls = []
-    w = GuidanceWriter(folder, schema, chunk_tokens=8, sync="commit")
+    w = GuidanceWriter(folder, schema, chunk_tokens=8, sync="commit", io=io)
 
     def stream(i):
         rows = make_rows(np.random.default_rng(i), schema, 20)
@@ -47,7 +47,7 @@ def writer(folder, say):
     say("end", SHIM.tk_left())
 
 
-def run(folder, call, n, mode):
+def run(folder, call, n, mode, io):
     """What a forked writer said, until it ended or was killed."""
     read, write = os.pipe()
     pid = os.fork()
@@ -55,7 +55,7 @@ def run(folder, call, n, mode):
         os.close(read)
         SHIM.tk_arm(CALLS[call], n, MODES[mode])
         try:
-            writer(folder, lambda *line: os.write(write, (json.dumps(line) + "\n").encode()))
+            writer(folder, lambda *line: os.write(write, (json.dumps(line) + "\n").encode()), io)
         except BaseException as e:
             os.write(write, (json.dumps(["crash", repr(e)]) + "\n").encode())
         os._exit(0)
@@ -66,21 +66,24 @@ def run(folder, call, n, mode):
     return said
 
 
-def main(root):
-    for call, modes in {
+def main(root, io):
+    calls = {
         "write": ["enospc", "eio", "short", "kill_before", "kill_half", "kill_after"],
         "sync": ["eio", "kill_before", "kill_after"],
         "rename": ["eio", "kill_before", "kill_after"],
         "close": ["eio", "enospc", "kill_before"],
-    }.items():
+    }
+    if io == "direct":
+        calls = {"write": ["eio", "kill_half", "kill_after"]}
+    for call, modes in calls.items():
         for mode in modes:
             for n in range(100):
                 folder = Path(root) / f"{call}-{mode}-{n}"
-                said = run(folder, call, n, mode)
+                said = run(folder, call, n, mode, io)
                 reached = not (said and said[-1][0] == "end" and said[-1][1] >= 0)
                 print(json.dumps([call, mode, n, str(folder), said, reached]), flush=True)
                 if not reached:
                     break
 
 
-main(sys.argv[1])
+main(*sys.argv[1:])

@@ -53,6 +53,8 @@ def test_async_reads(tmp_path, store):
 
     for i, got in enumerate(asyncio.run(main())):
         store.check(got, data.rows, slice(10 * i, 10 * i + 10))
+    one = asyncio.run(reader["t1"].aread(tokens=slice(2, 5)))
+    np.testing.assert_array_equal(one["layers.1.k"].scales, data.rows["layers.1.k"][1][12:15])
 
 
 def test_readers_open_while_writers_write_and_one_dies(tmp_path, store):

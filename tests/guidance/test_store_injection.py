@@ -17,16 +17,18 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(not shutil.which("cc") or sys.platform != "linux", reason="needs a C compiler and LD_PRELOAD")
-def test_every_fault_at_every_call(tmp_path, store):
+@pytest.mark.parametrize("io, kinds", [("buffered", 15), ("direct", 3)])
+def test_every_fault_at_every_call(tmp_path, store, io, kinds):
     shim = tmp_path / "faults.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", shim, HERE / "faults.c", "-ldl"], check=True)
-    env = {**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, HERE / "faults_driver.py", tmp_path]
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, HERE / "faults_driver.py", tmp_path, io]
     out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, out.stderr
     cases = [json.loads(line) for line in out.stdout.splitlines()]
     reached = [c for c in cases if c[-1]]
-    assert len({(c, m) for c, m, *_ in reached}) == 15 and len(reached) > 60
+    assert len({(c, m) for c, m, *_ in reached}) == kinds and len(reached) > 4 * kinds
     want = {i: store.rows(np.random.default_rng(i), store.wide_schema(), 20) for i in (0, 1, 2, 4, 9)}
     for call, mode, n, folder, said, _ in reached:
         where = (call, mode, n)

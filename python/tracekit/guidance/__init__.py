@@ -7,6 +7,7 @@ from tracekit.guidance.schema import GuidanceSchema, SiteSpec
 
 if TYPE_CHECKING:
     from tracekit.guidance.budget import GuidanceBudget
+    from tracekit.guidance.cuda_writer import DeviceWriter
     from tracekit.guidance.decode import decode
     from tracekit.guidance.prefetch import Microbatch, microbatches
     from tracekit.guidance.reader import GuidanceReader, Trajectory, open_dataset, recover, verify
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "Audit": "regime",
+    "DeviceWriter": "cuda_writer",
     "GuidanceBudget": "budget",
     "Microbatch": "prefetch",
     "microbatches": "prefetch",
@@ -39,6 +41,7 @@ __all__ = [
     "Audit",
     "AuditRows",
     "BatchRecord",
+    "DeviceWriter",
     "GuidanceBudget",
     "GuidanceReader",
     "GuidanceSchema",

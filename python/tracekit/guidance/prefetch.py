@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tracekit.errors import DataError
 from tracekit.guidance.reader import GuidanceReader
 from tracekit.guidance.record import BatchRecord
 
@@ -22,6 +23,16 @@ class Microbatch:
     token_ids: Any = None
 
 
+def _pinned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array in pinned memory, which lives as long as the array."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise DataError("pin_memory needs a CUDA device: read without it")
+    kind = {np.uint8: torch.uint8, np.float32: torch.float32}[dtype]
+    return torch.empty(shape, dtype=kind, pin_memory=True).numpy()
+
+
 def microbatches(
     reader: GuidanceReader,
     plan: Iterable[Microbatch],
@@ -31,13 +42,16 @@ def microbatches(
     unpack: bool = True,
     heads: slice | None = None,
     allocate: Callable[[tuple[int, ...], Any], np.ndarray] = np.empty,
+    pin_memory: bool = False,
 ) -> Iterator[tuple[Microbatch, dict[str, BatchRecord]]]:
     """Yields every microbatch of the plan with its records, reading `prefetch` ahead.
 
     Only the asked tokens, sites and heads are read; the reading thread holds no GIL. `allocate(shape, dtype)` makes
-    the arrays: `lambda s, d: torch.empty(s, dtype=..., pin_memory=True).numpy()` puts them in pinned memory. An error
-    of a read is raised when its microbatch is due; closing the generator ends the thread.
+    the arrays; `pin_memory` puts them in pinned memory, for `torch.from_numpy(a).to("cuda", non_blocking=True)`. An
+    error of a read is raised when its microbatch is due; closing the generator ends the thread.
     """
+    if pin_memory:
+        allocate = _pinned
     steps = iter(plan)
     waiting: deque[tuple[Microbatch, Future]] = deque()
     pool = ThreadPoolExecutor(1, thread_name_prefix="guidance-prefetch")

@@ -73,7 +73,7 @@ class PureSegment:
             "<HHIQQ16sQQII", data, 8
         )
         self.version = (major, minor)
-        if major != 1 or incompat & ~1:
+        if major != 1 or incompat & ~3:
             raise DataError(f"{path} has format {major}.{minor}, features {incompat:#x}: use a newer tracekit")
         self.first_record = 4096 + -(-length // 8) * 8
         if crc32c(data[4096 : self.first_record]) != crc:
@@ -276,12 +276,37 @@ def _trajectory(number, text, id_len, prefix_len, extra_len, first, n_tokens, n_
     )
 
 
+def _join_heads(records: list[SiteRecord]) -> SiteRecord:
+    """One record of the heads that several ranks wrote."""
+    if len(records) == 1 and records[0].site.planes == records[0].site.all_planes:
+        return records[0]
+    records = sorted(records, key=lambda r: r.site.first_plane)
+    at, kept = 0, []
+    for r in records:
+        if r.site.first_plane == at:
+            kept.append(r)
+            at += r.site.planes
+    site = kept[0].site if kept else records[0].site
+    if at != site.all_planes:
+        raise DataError(f"site '{site.name}': heads from {at} on are in no part: read heads that were recorded")
+
+    def rows(name: str) -> np.ndarray | None:
+        parts = [getattr(r, name) for r in kept]
+        return None if parts[0] is None else np.concatenate(parts, 1)
+
+    first = kept[0]
+    return SiteRecord(
+        site.joined, first.tokens, rows("codes"), rows("scales"), None, first.global_scale, rows("checks")
+    )
+
+
 class PureReader:
     """A folder of segments. `read` returns what `GuidanceReader[traj].read` does."""
 
     def __init__(self, dir: Any) -> None:
         self.dir = os.fspath(dir)
-        files = sorted(p for p in Path(dir).iterdir() if p.name.endswith((".tkg", ".tkg.open")))
+        files = [p for p in Path(dir).iterdir() if p.name.endswith((".tkg", ".tkg.open"))]
+        files += [p for pattern in ("??/*.tkg", "??/*.tkg.open") for p in Path(dir).glob(pattern)]
         if not files:
             raise DataError(f"{dir} holds no guidance segments (*.tkg): give the folder that a writer wrote to")
         self.segments = sorted((PureSegment(p) for p in files), key=lambda s: (s.created_ns, s.path))
@@ -299,6 +324,11 @@ class PureReader:
                     parts.setdefault(t.part[0], (segment, t))
         if not parts:
             raise DataError(f"trajectory '{traj_id}' is not in {self.dir}: check the id and the folder")
+        n = next(iter(parts.values()))[1].part[1]
+        if len(parts) < n:
+            raise DataError(
+                f"trajectory '{traj_id}' has {len(parts)} of {n} parts: wait until every rank has committed"
+            )
         return list(parts.values())
 
     def read(
@@ -308,11 +338,12 @@ class PureReader:
         parts = self.find(traj_id)
         start, stop, _ = (tokens or slice(None)).indices(parts[0][1].n_tokens)
         ids = None if token_ids is None else np.asarray(token_ids, "<i8")
-        records = {}
+        pieces: dict[str, list[SiteRecord]] = {}
         for segment, t in parts:
             for site in segment.schema.sites:
                 if sites is None or site.name in sites:
-                    records[site.name] = self._site(segment, t, site, start, stop, ids)
+                    pieces.setdefault(site.name, []).append(self._site(segment, t, site, start, stop, ids))
+        records = {name: _join_heads(records) for name, records in pieces.items()}
         missing = [s for s in sites or [] if s not in records]
         if missing:
             raise DataError(f"site '{missing[0]}' is not recorded in {self.dir}: add it to the writer's schema")
@@ -339,7 +370,10 @@ class PureReader:
         if start < t.first:
             cut = min(stop, t.first)
             before = self.read(t.prefix, slice(start, cut), [site.name], ids)[site.name]
-            pieces.append((before.codes, before.scales, before.token_scale, before.checks))
+            heads = slice(site.first_plane, site.first_plane + site.planes)
+            rows = (None if r is None else r[:, heads] for r in (before.codes, before.scales, before.checks))
+            codes, scales, checks = rows
+            pieces.append((codes, scales, before.token_scale, checks))
         for c in t.chunks:
             a, b = max(start, c.tok0), min(stop, c.tok0 + c.ntok)
             if c.kind != CHUNK or not c.site0 <= number < c.site0 + c.nsites or a >= b:

@@ -46,7 +46,7 @@ class GuidanceReader:
                 text = f"{segment['path']}: bytes {offset}..{end} are damaged ({what}); see tracekit guidance verify"
                 warnings.warn(text, stacklevel=3)
             for site in GuidanceSchema.unpack(segment["schema"]).sites:
-                known = self._sites.setdefault(site.name, site)
+                known = self._sites.setdefault(site.name, site.joined)
                 if known.global_scale != site.global_scale:
                     self._mixed.add(site.name)
 
@@ -73,7 +73,7 @@ class GuidanceReader:
         return Trajectory(self, traj_id, self._core.find(traj_id))
 
     def ids(self) -> list[str]:
-        """Ids of all committed trajectories, each once, in the order in which they were begun."""
+        """Ids of all trajectories whose parts are all committed, each once, in the order in which they were begun."""
         return list(dict.fromkeys(self._core.ids()))
 
     @property
@@ -252,6 +252,10 @@ class Trajectory:
             fixed = site.global_scale if b.token_scale is None else None
             records[name] = SiteRecord(site, range(start, stop), b.codes, b.scales, b.token_scale, fixed, b.checks)
         return records
+
+    async def aread(self, *args: Any, **kwargs: Any) -> dict[str, SiteRecord]:
+        """`read` in a thread of the running event loop's pool; the loop goes on meanwhile."""
+        return await asyncio.to_thread(self.read, *args, **kwargs)
 
 
 def open_dataset(

@@ -30,7 +30,11 @@ class SiteSpec:
     width: int
     """Values K of a row."""
     planes: int = 1
-    """Rows a token has: 1, or the number of KV heads."""
+    """Rows of a token that this writer has: 1, or the number of its KV heads."""
+    first_plane: int = 0
+    """Number of the first of them, where tensor-parallel ranks each write some of a token's heads."""
+    all_planes: int | None = None
+    """Rows that the token has in all ranks' segments together; None: `planes`, nothing is split."""
     profile: str = "nvfp4-exact"
     """Numeric profile of `tracekit.numerics`."""
     block: int = 16
@@ -48,6 +52,13 @@ class SiteSpec:
         if self.scale_format is None:
             form = "e8m0" if self.profile.startswith(("mx", "kv-mx")) else "e4m3"
             object.__setattr__(self, "scale_format", form)
+        if self.all_planes is None:
+            object.__setattr__(self, "all_planes", self.planes)
+
+    @property
+    def joined(self) -> "SiteSpec":
+        """The site with the planes of all ranks, as a reader gives it back."""
+        return self if self.planes == self.all_planes else replace(self, planes=self.all_planes, first_plane=0)
 
     @property
     def scale_bits(self) -> int:
@@ -122,6 +133,9 @@ class GuidanceSchema:
             }
             for s in (s.resolve(encoding) for s in self.sites)
         ]
+        for packed, s in zip(sites, self.sites, strict=True):
+            if s.planes != s.all_planes:
+                packed |= {"first_plane": s.first_plane, "all_planes": s.all_planes}
         return msgpack.packb({"chunk_tokens": chunk_tokens, "sites": sites, "user": self.user})
 
     @classmethod

@@ -1,5 +1,6 @@
 """Writing guidance."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,12 +40,24 @@ class Commit:
         return answer
 
 
+_CPU, _PINNED = 1, 3  # DLPack's device types
+
+
+def _array(x: Any, dtype: type) -> np.ndarray:
+    """x as a contiguous array: the same memory if x is an array, a CPU tensor, or has a buffer or DLPack."""
+    if not isinstance(x, np.ndarray) and hasattr(x, "__dlpack_device__"):
+        if x.__dlpack_device__()[0] not in (_CPU, _PINNED):
+            raise ValueError("rows are not in host memory: append them with tracekit.guidance.DeviceWriter")
+        x = np.from_dlpack(x)
+    return np.ascontiguousarray(x, dtype=dtype)
+
+
 def _u8(x: Any) -> np.ndarray:
-    return np.ascontiguousarray(x, dtype=np.uint8)
+    return _array(x, np.uint8)
 
 
 def _f32(x: Any) -> np.ndarray | None:
-    return None if x is None else np.ascontiguousarray(x, dtype=np.float32)
+    return None if x is None else _array(x, np.float32)
 
 
 class GuidanceWriter:
@@ -58,6 +71,10 @@ class GuidanceWriter:
     gives the trajectory up (`drop`; its commit's result is False, `stats` counts it) or raises QueueFullError, having
     taken nothing. An error of a thread is raised by the next `append`, `commit`, `flush` or `close`. With `manifest`
     every seal writes the folder's next manifest.
+
+    `fan_out` puts segments into one of 256 sub-folders, for datasets with very many writers. `io="direct"` bypasses the
+    page cache (O_DIRECT), `io="uring"` writes by io_uring (builds with the Cargo feature `uring`); where that cannot
+    be, segments are written the plain way and `close` warns. `stats` counts those written `as_asked`.
 
     Raises ValueError for arguments that do not fit the schema, DataError when the disk refuses.
     """
@@ -75,13 +92,18 @@ class GuidanceWriter:
         roll_bytes: int = 4 << 30,
         threads: int = 1,
         manifest: bool = False,
+        fan_out: bool = False,
+        io: str = "buffered",
     ) -> None:
         if encoding not in ENCODINGS:
             raise ValueError(f"encoding '{encoding}': use one of {', '.join(ENCODINGS)}")
         self.schema = schema
         self._numbers = {s.name: i for i, s in enumerate(schema.sites)}
         data = schema.pack(encoding, chunk_tokens)
-        self._core = _core.Writer(str(dir), data, sync, roll_bytes, queue_bytes, on_full, threads, manifest)
+        self._dir, self._io = str(dir), io
+        self._core = _core.Writer(
+            self._dir, data, sync, roll_bytes, queue_bytes, on_full, threads, manifest, fan_out, io
+        )
         self._closed: dict[str, int] | None = None
 
     def __enter__(self) -> "GuidanceWriter":
@@ -183,7 +205,8 @@ class GuidanceWriter:
         self._core.flush(sync)
 
     def stats(self) -> dict[str, int]:
-        """bytes (all segments), trajectories and tokens (committed), dropped, segments, queued, queued_peak, stalls."""
+        """bytes (all segments), trajectories and tokens (committed), dropped, segments, as_asked, queued, queued_peak,
+        stalls."""
         return self._closed or self._core.stats()
 
     def close(self) -> dict[str, int]:
@@ -192,6 +215,9 @@ class GuidanceWriter:
         Trajectories without a commit are dropped and counted."""
         if self._closed is None:
             self._closed = self._core.close()
+            if self._closed["as_asked"] < self._closed["segments"]:
+                how = {"direct": "direct writes", "uring": "writes by io_uring"}[self._io]
+                warnings.warn(f"{self._dir} takes no {how}: segments were written the plain way", stacklevel=2)
         return self._closed
 
 

@@ -4,6 +4,7 @@ use criterion::{criterion_group, criterion_main, BatchSize, BenchmarkId, Criteri
 use std::hint::black_box;
 use std::path::Path;
 use tracekit_guidance::chunk::{Encoder, Payload};
+use tracekit_guidance::coset::check_rows;
 use tracekit_guidance::pack::{pack_row, row_bytes, unpack_row};
 use tracekit_guidance::writer::Begin;
 use tracekit_guidance::*;
@@ -30,6 +31,8 @@ fn schema(sites: usize, encoding: Encoding, chunk_tokens: u32) -> Schema {
     let site = |i| Site {
         name: format!("layers.{i}.moe_input"),
         planes: 1,
+        first_plane: 0,
+        all_planes: 1,
         width: WIDTH as u32,
         profile: "nvfp4-exact".into(),
         block: 16,
@@ -81,6 +84,29 @@ fn packing(c: &mut Criterion) {
             b.iter(|| unpack_row(bits, black_box(&packed), &mut dst))
         });
     }
+    g.finish();
+}
+
+/// The scales of `compact`: low 3 bits and a check of each row, against a copy of as many bytes.
+fn low3(c: &mut Criterion) {
+    let mut g = c.benchmark_group("low3");
+    let (n, row) = (64 << 20, WIDTH / 16);
+    g.sample_size(10).throughput(Throughput::Bytes(n as u64));
+    let src = random(n);
+    let (mut dst, mut packed) = (vec![0; n], vec![0; row_bytes(n, 3)]);
+    let mut checks = Vec::with_capacity(2 * n / row);
+    g.bench_function("memcpy", |b| b.iter(|| dst.copy_from_slice(black_box(&src))));
+    g.bench_function("code", |b| {
+        b.iter(|| {
+            // A chunk at a time, as the encoder does: its second pass finds the rows in a cache.
+            checks.clear();
+            for (src, dst) in src.chunks(256 * row).zip(packed.chunks_mut(row_bytes(256 * row, 3))) {
+                pack_row(3, black_box(src), dst);
+                check_rows(src.chunks_exact(row), &mut checks);
+            }
+        })
+    });
+    g.bench_function("decode", |b| b.iter(|| unpack_row(3, black_box(&packed), &mut dst)));
     g.finish();
 }
 
@@ -219,5 +245,5 @@ fn opening(c: &mut Criterion) {
     g.finish();
 }
 
-criterion_group!(benches, packing, encoding, writing, reading, opening);
+criterion_group!(benches, packing, low3, encoding, writing, reading, opening);
 criterion_main!(benches);

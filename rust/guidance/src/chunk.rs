@@ -2,7 +2,7 @@
 //!
 //! Two layouts. `whole` (small chunks) is read and checked in one piece. `planes` (large chunks) starts with a
 //! directory, so that one site or one head of it is read and checked alone.
-use crate::coset::{check16, to_syndromes};
+use crate::coset::{check16, check_rows, to_syndromes};
 use crate::crc::{crc32c, crc32c_append};
 use crate::error::{Error, Result};
 use crate::layout::{put, u32_at};
@@ -224,7 +224,7 @@ fn push_scales(
         }
     }
     if codes.is_empty() {
-        source().for_each(|src| checks.extend_from_slice(&check16(src)));
+        check_rows(source(), checks);
     } else {
         for (src, codes) in source().zip(codes.chunks_exact(site.code_row())) {
             checks.extend_from_slice(&check16(src));

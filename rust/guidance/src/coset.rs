@@ -80,6 +80,54 @@ pub fn check16(bytes: &[u8]) -> [u8; 2] {
     (crc32c(bytes) as u16).to_le_bytes()
 }
 
+/// Appends [`check16`] of each row. Four rows of one length are summed side by side: one sum alone waits for itself.
+pub fn check_rows<'a>(rows: impl Iterator<Item = &'a [u8]>, checks: &mut Vec<u8>) {
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("sse4.2") {
+        let mut rows = rows;
+        loop {
+            match [rows.next(), rows.next(), rows.next(), rows.next()] {
+                [Some(a), Some(b), Some(c), Some(d)] if [b, c, d].iter().all(|r| r.len() == a.len()) => {
+                    // SAFETY: the processor was asked.
+                    let sums = unsafe { four_sums([a, b, c, d]) };
+                    sums.iter().for_each(|sum| checks.extend_from_slice(&(*sum as u16).to_le_bytes()));
+                }
+                some => {
+                    some.iter().flatten().for_each(|row| checks.extend_from_slice(&check16(row)));
+                    if some[3].is_none() {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+    rows.for_each(|row| checks.extend_from_slice(&check16(row)));
+}
+
+/// CRC32C of four rows of one length.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "sse4.2")]
+fn four_sums(rows: [&[u8]; 4]) -> [u32; 4] {
+    use std::arch::x86_64::{_mm_crc32_u64, _mm_crc32_u8};
+    let n = rows[0].len();
+    let [a, b, c, d] = rows.map(|r| r[..n].chunks_exact(8));
+    let word = |w: &[u8]| u64::from_le_bytes(w.try_into().expect("eight bytes"));
+    let mut s = [u64::from(u32::MAX); 4];
+    for (((a, b), c), d) in a.zip(b).zip(c).zip(d) {
+        s[0] = _mm_crc32_u64(s[0], word(a));
+        s[1] = _mm_crc32_u64(s[1], word(b));
+        s[2] = _mm_crc32_u64(s[2], word(c));
+        s[3] = _mm_crc32_u64(s[3], word(d));
+    }
+    let mut sums = s.map(|s| s as u32);
+    for (sum, row) in sums.iter_mut().zip(rows) {
+        for byte in &row[n / 8 * 8..] {
+            *sum = _mm_crc32_u8(*sum, *byte);
+        }
+    }
+    sums.map(|sum| !sum)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -95,6 +143,16 @@ mod tests {
             let f = c ^ e;
             let affine = |j: u32| (0..5).fold(f & 1, |acc, i| acc ^ ((j >> i & 1) * ((f >> (1 << i) ^ f) & 1)));
             assert!((0..32).all(|j| f >> j & 1 == affine(j)));
+        }
+    }
+
+    #[test]
+    fn checks_of_many_rows_are_those_of_each() {
+        let bytes: Vec<u8> = (0..4000u32).map(|i| ((i * i) >> 3) as u8).collect();
+        for len in [1usize, 7, 8, 36, 128, 333] {
+            let (mut got, rows) = (Vec::new(), || bytes.chunks(len)); // the last row may be shorter
+            check_rows(rows(), &mut got);
+            assert_eq!(got, rows().flat_map(check16).collect::<Vec<u8>>());
         }
     }
 

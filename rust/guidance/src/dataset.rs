@@ -17,19 +17,34 @@ thread_local! {
 
 const MAX_PREFIXES: usize = 64;
 
-/// The segment files of a folder, oldest name first.
+/// The segment files of a folder and of its fan-out folders, oldest name first.
 pub fn segment_files(dir: &Path) -> Result<Vec<PathBuf>> {
-    let list = std::fs::read_dir(dir).map_err(|e| Error::io(dir, "list", e))?;
     let mut files = Vec::new();
-    for entry in list {
+    list_segments(dir, true, &mut files)?;
+    files.sort_by(|a, b| (a.file_name(), a).cmp(&(b.file_name(), b)));
+    Ok(files)
+}
+
+/// Where the segment file `name` of a folder lies: there, or in the fan-out folder that its name says.
+pub fn segment_path(dir: &Path, name: &str) -> PathBuf {
+    let plain = dir.join(name);
+    match name.strip_prefix("seg-").and_then(|rest| rest.get(..2)) {
+        Some(sub) if !plain.exists() => Some(dir.join(sub).join(name)).filter(|p| p.exists()).unwrap_or(plain),
+        _ => plain,
+    }
+}
+
+fn list_segments(dir: &Path, fan_out: bool, files: &mut Vec<PathBuf>) -> Result<()> {
+    for entry in std::fs::read_dir(dir).map_err(|e| Error::io(dir, "list", e))? {
         let path = entry.map_err(|e| Error::io(dir, "list", e))?.path();
         let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
         if name.ends_with(".tkg") || name.ends_with(".tkg.open") {
             files.push(path);
+        } else if fan_out && name.len() == 2 && name.bytes().all(|b| b.is_ascii_hexdigit()) && path.is_dir() {
+            list_segments(&path, false, files)?;
         }
     }
-    files.sort();
-    Ok(files)
+    Ok(())
 }
 
 /// Committed parts of a trajectory.
@@ -112,7 +127,7 @@ impl Dataset {
         };
         let mut segments = Vec::with_capacity(listed.segments.len());
         for entry in &listed.segments {
-            let path = dir.join(&entry.name);
+            let path = segment_path(dir, &entry.name);
             let file = std::fs::File::open(&path).map_err(|e| match e.kind() {
                 std::io::ErrorKind::NotFound => Error::Missing(format!(
                     "{} is gone, but {} lists it: it was deleted since; publish the folder again, or open it without \
@@ -201,8 +216,9 @@ impl Dataset {
         for name in names.iter().map(AsRef::as_ref) {
             let first = self.site(name)?;
             for s in self.segments.iter().filter_map(|s| s.schema.site(name).map(|i| &s.schema.sites[i])) {
-                let shape = |s: &Site| (s.planes, s.width, s.block, s.bits, s.encoding, s.profile.clone());
-                if shape(s) != shape(first) {
+                let shape = |s: &Site| (s.all_planes, s.width, s.block, s.bits, s.encoding, s.profile.clone());
+                let scale = s.split() && s.global_scale != first.global_scale;
+                if shape(s) != shape(first) || scale {
                     return Err(Error::Mismatch(format!(
                         "site '{name}' has other rows in some segments of {}: read each run's folder by itself",
                         self.dir.display()
@@ -258,6 +274,14 @@ impl Dataset {
     }
 }
 
+type Heads = (usize, usize);
+
+/// Takes `[a, b)` out of ranges of heads.
+fn take_heads(ranges: &mut Vec<Heads>, (a, b): Heads) {
+    let cut = |&(x, y): &Heads| [(x, y.min(a)), (x.max(b), y)].into_iter().filter(|(p, q)| p < q);
+    *ranges = ranges.iter().flat_map(cut).collect();
+}
+
 fn short(path: &Path) -> bool {
     std::fs::metadata(path).map(|m| m.len() < 8192).unwrap_or(false)
 }
@@ -287,11 +311,23 @@ impl Job<'_, '_> {
         depth: usize,
     ) -> Result<()> {
         let parts = self.data.find(id)?;
-        let mut left: Vec<usize> = wanted.to_vec();
+        let mut left: Vec<(usize, Vec<Heads>)> = wanted.iter().map(|w| (*w, vec![self.targets[*w].heads])).collect();
+        let shared =
+            parts.iter().all(|p| (p.traj.first, &p.traj.prefix) == (parts[0].traj.first, &parts[0].traj.prefix));
+        let mut prefix_read = false;
         for part in &parts {
             let map = &self.maps[part.segment];
-            let (here, rest): (Vec<usize>, Vec<usize>) = left.iter().partition(|w| map[**w].is_some());
-            left = rest;
+            let schema = &self.data.segments[part.segment].schema;
+            let mut here = Vec::new();
+            left.retain_mut(|(w, heads)| {
+                let Some(site) = map[*w].map(|i| &schema.sites[i]) else { return true };
+                let before = heads.clone();
+                take_heads(heads, (site.first_plane as usize, (site.first_plane + site.planes) as usize));
+                if *heads != before || !site.split() {
+                    here.push(*w);
+                }
+                !heads.is_empty() && site.split()
+            });
             if here.is_empty() {
                 continue;
             }
@@ -315,7 +351,12 @@ impl Job<'_, '_> {
                     let what = format!("prefix of '{id}' does not end");
                     return Err(Error::corrupt(&self.data.segments[part.segment].path, 0, what));
                 }
-                self.tokens(&t.prefix, start, cut, ids, &here, row, depth - 1)?;
+                if !prefix_read {
+                    // Parts have one prefix, which is read for all of them together.
+                    let for_whom = if shared { wanted } else { &here };
+                    self.tokens(&t.prefix, start, cut, ids, for_whom, row, depth - 1)?;
+                    prefix_read = shared;
+                }
                 row += (cut - start) as usize;
                 start = cut;
             }
@@ -324,7 +365,11 @@ impl Job<'_, '_> {
             }
         }
         match left.first() {
-            Some(w) => Err(self.data.no_site(self.sites[*w])),
+            Some((w, heads)) if self.maps.iter().any(|m| m[*w].is_some()) => Err(Error::Missing(format!(
+                "trajectory '{id}', site '{}': heads {}..{} are in no part of it: read heads that were recorded",
+                self.sites[*w], heads[0].0, heads[0].1
+            ))),
+            Some((w, _)) => Err(self.data.no_site(self.sites[*w])),
             None => Ok(()),
         }
     }

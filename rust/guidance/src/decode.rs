@@ -99,6 +99,12 @@ fn block<'a>(buffer: &'a mut Vec<u8>, chunk: &'a Chunk, p: &PlaneEntry) -> Resul
     Ok(block)
 }
 
+/// The heads that are asked for and that the site's rows hold.
+fn stored_heads(site: &Site, out: &Target) -> std::ops::Range<usize> {
+    let first = site.first_plane as usize;
+    out.heads.0.max(first)..out.heads.1.min(first + site.planes as usize)
+}
+
 fn copy_codes(site: &Site, src: &[u8], plane: usize, rows: usize, out: &mut Target) {
     let heads = out.heads.1 - out.heads.0;
     let (head, first) = (plane - out.heads.0, out.row);
@@ -255,12 +261,13 @@ impl Decoder {
             let ts = if site.per_token() { 4 * ntok } else { 0 };
             let out = &mut targets[target];
             copy_token_scale(site, if ts > 0 { &payload[at + 4 * a..at + 4 * b] } else { &[] }, b - a, out);
-            for plane in out.heads.0..out.heads.1 {
-                let block = &payload[at + ts + plane * ntok * (code_row + check_row)..];
+            for plane in stored_heads(site, out) {
+                let local = plane - site.first_plane as usize;
+                let block = &payload[at + ts + local * ntok * (code_row + check_row)..];
                 copy_codes(site, &block[a * code_row..b * code_row], plane, b - a, out);
                 let checks = &block[ntok * code_row..][a * check_row..b * check_row];
                 copy_checks(site, checks, plane, b - a, out);
-                let rows = &scales[scale_at + plane * ntok * scale_row..][a * scale_row..b * scale_row];
+                let rows = &scales[scale_at + local * ntok * scale_row..][a * scale_row..b * scale_row];
                 copy_scales(site, rows, plane, b - a, out);
             }
         }
@@ -298,10 +305,10 @@ impl Decoder {
             }
             let (code_row, check_row) = (site.stored_code_row(), site.check_row());
             let scale_row = site.stored_scale_row();
-            for plane in out.heads.0..out.heads.1 {
-                let p = planes[first + ts + plane];
+            for plane in stored_heads(site, out) {
+                let p = planes[first + ts + plane - site.first_plane as usize];
                 let direct = (a, b) == (0, ntok)
-                    && out.heads == (0, 1)
+                    && out.heads.1 - out.heads.0 == 1
                     && !out.unpack
                     && site.encoding != Encoding::Rm15
                     && out.codes.is_some()

@@ -379,6 +379,11 @@ impl Index {
         Some((traj, range))
     }
 
+    /// Parts of trajectory `i`: 1 if one writer wrote all of it.
+    pub fn parts(&self, i: usize) -> u16 {
+        u16_at(self.traj_bytes(i), 58)
+    }
+
     /// The committed trajectory of that id.
     pub fn find(&self, id: &str) -> Option<usize> {
         let at = self.n_chunks * CHUNK_ENTRY + self.n_trajs * TRAJ_ENTRY;

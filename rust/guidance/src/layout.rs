@@ -16,11 +16,13 @@ pub const MAJOR: u16 = 1;
 /// Minor version: readers accept any.
 pub const MINOR: u16 = 0;
 /// Incompatible features that this crate understands.
-pub const KNOWN_INCOMPAT: u64 = FEATURE_COSET;
+pub const KNOWN_INCOMPAT: u64 = FEATURE_COSET | FEATURE_SPLIT;
 /// Incompatible feature: some site uses `compact`, `low2` or `rm15`.
 pub const FEATURE_COSET: u64 = 1;
 /// Compatible feature: the segment may hold audit records.
 pub const FEATURE_AUDIT: u64 = 1;
+/// Incompatible feature: some site holds only some of its planes, the others are in other segments.
+pub const FEATURE_SPLIT: u64 = 2;
 /// Bytes of the file header.
 pub const HEADER_LEN: usize = 4096;
 /// Bytes of a record header.

@@ -32,7 +32,51 @@ fn spread<const B: u32>(x: u64) -> u64 {
     (x | x << s) & const { repeat(B, 8) }
 }
 
+/// Packs 32 elements at a time; returns how many, a multiple of 8.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn pack_wide<const B: u32>(src: &[u8], dst: &mut [u8]) -> usize {
+    use std::arch::x86_64::*;
+    let (step, low) = (B as i32, _mm256_set1_epi8((1i8 << B) - 1));
+    // Neighbours are joined by a multiplication and an addition: 8-bit fields to 16, to 32, then by shifts to 64.
+    let pairs = _mm256_set1_epi16((1i16 << (8 + B)) | 1);
+    let fours = _mm256_set1_epi32((1i32 << (16 + 2 * B)) | 1);
+    let half = _mm256_set1_epi64x((1i64 << (4 * B)) - 1);
+    let shift = _mm_cvtsi32_si128(32 - 4 * step);
+    // The first B bytes of both 64-bit halves, one after the other.
+    let mut order = [-1i8; 16];
+    for i in 0..B as usize {
+        (order[i], order[B as usize + i]) = (i as i8, 8 + i as i8);
+    }
+    // SAFETY: 16 readable bytes.
+    let order = _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(order.as_ptr().cast()) });
+    let (mut at, mut n) = (0, 0);
+    let out = 2 * B as usize;
+    while n + 32 <= src.len() && at + out + 8 <= dst.len() {
+        // SAFETY: 32 bytes were just found to be there.
+        let x = _mm256_and_si256(unsafe { _mm256_loadu_si256(src[n..n + 32].as_ptr().cast()) }, low);
+        let x = _mm256_madd_epi16(_mm256_maddubs_epi16(x, pairs), fours);
+        let x = _mm256_or_si256(_mm256_and_si256(x, half), _mm256_andnot_si256(half, _mm256_srl_epi64(x, shift)));
+        let x = _mm256_shuffle_epi8(x, order);
+        // What a store writes too much, the next one overwrites.
+        dst[at..at + 8].copy_from_slice(&_mm256_extract_epi64::<0>(x).to_le_bytes());
+        dst[at + out..at + out + 8].copy_from_slice(&_mm256_extract_epi64::<2>(x).to_le_bytes());
+        (at, n) = (at + 2 * out, n + 32);
+    }
+    n
+}
+
 fn pack<const B: u32>(src: &[u8], dst: &mut [u8]) {
+    #[cfg(target_arch = "x86_64")]
+    if B < 4 && std::arch::is_x86_feature_detected!("avx2") {
+        // SAFETY: the processor was asked.
+        let n = unsafe { pack_wide::<B>(src, dst) };
+        return pack_words::<B>(&src[n..], &mut dst[n / 8 * B as usize..]);
+    }
+    pack_words::<B>(src, dst)
+}
+
+fn pack_words<const B: u32>(src: &[u8], dst: &mut [u8]) {
     let step = B as usize;
     let mut at = 0;
     // Whole words are stored; what they write too much, the next one overwrites.
@@ -122,7 +166,7 @@ mod tests {
     #[test]
     fn every_width_and_bits_round_trips_and_follows_the_definition() {
         for bits in 1..=4u8 {
-            for width in 1..70usize {
+            for width in (1..70).chain([96, 127, 128, 160, 161, 1000]) {
                 let src: Vec<u8> = (0..width).map(|i| ((i * 7 + i / 3) % 256) as u8).collect();
                 let mut packed = vec![0xff; row_bytes(width, bits as usize)];
                 pack_row(bits, &src, &mut packed);

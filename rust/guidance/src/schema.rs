@@ -1,7 +1,7 @@
 //! What a segment's rows look like: one [`Site`] for every place where values are quantised.
 use crate::coset::syndrome_row;
 use crate::error::{Error, Result};
-use crate::layout::{FEATURE_COSET, MAX_CHUNK_TOKENS, MAX_PAYLOAD, MAX_SCHEMA};
+use crate::layout::{FEATURE_COSET, FEATURE_SPLIT, MAX_CHUNK_TOKENS, MAX_PAYLOAD, MAX_SCHEMA};
 use crate::pack::row_bytes;
 use rmpv::Value;
 
@@ -67,8 +67,12 @@ pub enum GlobalScale {
 pub struct Site {
     /// Unique name.
     pub name: String,
-    /// Rows a token has: 1, or the number of KV heads.
+    /// Rows of a token that this segment holds: 1, or the number of KV heads.
     pub planes: u32,
+    /// The first of them among all that the token has; the others are in segments of other ranks.
+    pub first_plane: u32,
+    /// Rows that a token has in all segments together.
+    pub all_planes: u32,
     /// Values of a row.
     pub width: u32,
     /// Numeric profile, e.g. `nvfp4-exact`.
@@ -128,6 +132,11 @@ impl Site {
         }
     }
 
+    /// Whether other segments hold some of its planes.
+    pub fn split(&self) -> bool {
+        self.all_planes != self.planes
+    }
+
     /// Whether every token carries its own fp32 encode scale.
     pub fn per_token(&self) -> bool {
         self.global_scale == GlobalScale::PerToken
@@ -154,6 +163,15 @@ impl Site {
         }
         if self.planes == 0 || self.planes > 4096 {
             return bad(format!("planes is {}, use 1 to 4096", self.planes));
+        }
+        if self.all_planes > 4096 || self.first_plane.checked_add(self.planes).is_none_or(|end| end > self.all_planes) {
+            return bad(format!(
+                "planes {}.. ({} of them) do not lie in {}, at most 4096",
+                self.first_plane, self.planes, self.all_planes
+            ));
+        }
+        if self.split() && self.per_token() {
+            return bad("planes of a token share its encode scale: ranks that split them need a static one".into());
         }
         if self.width == 0 || self.width > 1 << 20 || self.block == 0 {
             return bad(format!("width {} and block {} must be positive, width at most 2^20", self.width, self.block));
@@ -241,11 +259,8 @@ impl Schema {
     /// Incompatible feature bits that a reader of these rows must know.
     pub fn features(&self) -> u64 {
         let coset = self.sites.iter().any(|s| s.encoding != Encoding::Lossless);
-        if coset {
-            FEATURE_COSET
-        } else {
-            0
-        }
+        let split = self.sites.iter().any(Site::split);
+        (if coset { FEATURE_COSET } else { 0 }) | (if split { FEATURE_SPLIT } else { 0 })
     }
 
     /// Index of a site.
@@ -257,7 +272,7 @@ impl Schema {
     pub fn encode(&self) -> Result<Vec<u8>> {
         self.check()?;
         let sites = self.sites.iter().map(|s| {
-            Value::Map(vec![
+            let mut map = vec![
                 ("name".into(), s.name.as_str().into()),
                 ("planes".into(), s.planes.into()),
                 ("width".into(), s.width.into()),
@@ -279,7 +294,12 @@ impl Schema {
                         GlobalScale::PerToken => Value::Nil,
                     },
                 ),
-            ])
+            ];
+            if s.split() {
+                map.push(("first_plane".into(), s.first_plane.into()));
+                map.push(("all_planes".into(), s.all_planes.into()));
+            }
+            Value::Map(map)
         });
         let root = Value::Map(vec![
             ("chunk_tokens".into(), self.chunk_tokens.into()),
@@ -309,9 +329,13 @@ impl Schema {
         let mut sites = Vec::with_capacity(list.len());
         for s in list {
             let bits = number(s, "bits")?;
+            let planes = number(s, "planes")?;
+            let or = |key: &str, default| if field(s, key).is_ok() { number(s, key) } else { Ok(default) };
             sites.push(Site {
                 name: text(s, "name")?,
-                planes: number(s, "planes")?,
+                planes,
+                first_plane: or("first_plane", 0)?,
+                all_planes: or("all_planes", planes)?,
                 width: number(s, "width")?,
                 profile: text(s, "profile")?,
                 block: number(s, "block")?,

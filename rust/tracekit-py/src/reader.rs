@@ -67,11 +67,16 @@ impl Reader {
         self.0.len()
     }
 
-    /// Ids of all committed trajectories, in the order of segments and of their beginning.
+    /// Ids of all trajectories whose parts are all committed, in the order of segments and of their beginning.
     fn ids(&self) -> Vec<String> {
         let mut ids = Vec::with_capacity(self.0.len());
         for s in &self.0.segments {
-            ids.extend((0..s.index.n_trajs()).map(|i| String::from_utf8_lossy(s.index.id(i)).into_owned()));
+            for i in 0..s.index.n_trajs() {
+                let id = String::from_utf8_lossy(s.index.id(i));
+                if s.index.parts(i) <= 1 || self.0.find(&id).is_ok() {
+                    ids.push(id.into_owned());
+                }
+            }
         }
         ids
     }
@@ -169,8 +174,8 @@ impl Reader {
         let mut held = Vec::with_capacity(outs.len());
         for (name, (codes, scales, token_scale, checks, (h0, h1))) in sites.iter().zip(&outs) {
             let site = self.0.site(name).map_err(|e| raise(py, e))?;
-            if h0 > h1 || *h1 > site.planes as usize {
-                let text = format!("site '{name}': heads {h0}..{h1} of {}", site.planes);
+            if h0 > h1 || *h1 > site.all_planes as usize {
+                let text = format!("site '{name}': heads {h0}..{h1} of {}", site.all_planes);
                 return Err(PyValueError::new_err(text));
             }
             let h = Held {

@@ -6,7 +6,7 @@ use pyo3::types::PyDict;
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::Duration;
-use tracekit_guidance::writer::{Begin, OnFull, Stats, Ticket};
+use tracekit_guidance::writer::{Begin, Mode, OnFull, Stats, Ticket};
 use tracekit_guidance::{Codes, Error, Options, Result, Schema, SiteRows, Status, Sync};
 
 type Rows<'py> = (Option<Bound<'py, PyAny>>, bool, Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
@@ -46,6 +46,7 @@ fn stats_dict(py: Python<'_>, s: Stats) -> PyResult<Bound<'_, PyDict>> {
     d.set_item("tokens", s.tokens)?;
     d.set_item("dropped", s.dropped)?;
     d.set_item("segments", s.segments)?;
+    d.set_item("as_asked", s.as_asked)?;
     d.set_item("queued", s.queued)?;
     d.set_item("queued_peak", s.queued_peak)?;
     d.set_item("stalls", s.stalls)?;
@@ -101,12 +102,20 @@ impl Writer {
         on_full: &str,
         threads: usize,
         manifest: bool,
+        fan_out: bool,
+        io: &str,
     ) -> PyResult<Self> {
         let on_full = match on_full {
             "block" => OnFull::Block,
             "drop" => OnFull::Drop,
             "raise" => OnFull::Raise,
             _ => return Err(PyValueError::new_err(format!("on_full '{on_full}': use block, drop or raise"))),
+        };
+        let mode = match io {
+            "buffered" => Mode::Buffered,
+            "direct" => Mode::Direct,
+            "uring" => Mode::Uring,
+            _ => return Err(PyValueError::new_err(format!("io '{io}': use buffered, direct or uring"))),
         };
         let sync = match sync {
             "seal" => Sync::Seal,
@@ -115,7 +124,7 @@ impl Writer {
             _ => return Err(PyValueError::new_err(format!("sync '{sync}': use seal, interval or commit"))),
         };
         let schema = Schema::decode(schema).map_err(|e| raise(py, e))?;
-        let options = Options { sync, roll_bytes, queue_bytes, on_full, threads, manifest };
+        let options = Options { sync, roll_bytes, queue_bytes, on_full, threads, manifest, fan_out, mode };
         let writer = tracekit_guidance::Writer::new(&dir, schema, options).map_err(|e| raise(py, e))?;
         let pid = writer.pid();
         Ok(Writer(Mutex::new(writer), pid))

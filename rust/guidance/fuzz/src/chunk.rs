@@ -12,6 +12,8 @@ fn site(k: u8) -> Site {
     Site {
         name: "x".into(),
         planes: 1 + (k as u32 >> 2 & 3),
+        first_plane: 0,
+        all_planes: 1 + (k as u32 >> 2 & 3),
         width: 1 + (k as u32 * 7) % 70,
         profile: "p".into(),
         block: 16,

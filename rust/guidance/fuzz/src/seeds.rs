@@ -8,6 +8,8 @@ fn site(name: &str, encoding: Encoding, bits: u8, width: u32, planes: u32, per_t
     Site {
         name: name.into(),
         planes,
+        first_plane: 0,
+        all_planes: planes,
         width,
         profile: if mx { "mxfp4-rceil" } else { "nvfp4-exact" }.into(),
         block: if mx { 32 } else { 16 },

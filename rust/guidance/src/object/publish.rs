@@ -49,7 +49,7 @@ pub fn publish(dir: &Path, url: &str, options: Options) -> Result<Published> {
                     )))
                 }
                 None if !there.contains(&e.name) => {
-                    store.upload(&e.name, &dir.join(&e.name), e.bytes)?;
+                    store.upload(&e.name, &crate::dataset::segment_path(dir, &e.name), e.bytes)?;
                     there.push(e.name.clone());
                     (out.uploaded, out.bytes) = (out.uploaded + 1, out.bytes + e.bytes);
                 }

@@ -1,4 +1,6 @@
 //! One segment file being written.
+use super::output::Output;
+use super::Mode;
 use crate::chunk::{payload_crc, Payload};
 use crate::crc::crc32c;
 use crate::error::{Error, Result};
@@ -6,8 +8,7 @@ use crate::index::{ChunkEntry, IndexBuilder, Traj};
 use crate::layout::{kind, padded, FileHeader, Postscript, RecordHeader, ALIGN, FEATURE_AUDIT, MAJOR, MINOR};
 use crate::schema::{Schema, Site};
 use std::fs::{File, OpenOptions};
-use std::io::{IoSlice, Write};
-use std::os::fd::IntoRawFd;
+use std::io::IoSlice;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -37,11 +38,10 @@ pub struct Place {
 
 /// A `.tkg.open` file.
 pub struct SegmentFile {
-    file: File,
+    out: Output,
     path: PathBuf,
     uuid_low: u64,
     buf: Vec<u8>,
-    written: u64,
     seq: u64,
     next_traj: u32,
     builder: IndexBuilder,
@@ -53,7 +53,7 @@ pub struct SegmentFile {
 
 impl SegmentFile {
     /// Creates `dir/name.tkg.open` and writes header and schema.
-    pub fn create(dir: &Path, name: &str, schema: &Schema) -> Result<Self> {
+    pub fn create(dir: &Path, name: &str, schema: &Schema, mode: Mode) -> Result<Self> {
         let path = dir.join(format!("{name}.tkg.open"));
         let file =
             OpenOptions::new().write(true).create_new(true).open(&path).map_err(|e| Error::io(&path, "create", e))?;
@@ -75,11 +75,10 @@ impl SegmentFile {
         let mut buf = header.encode();
         buf.extend_from_slice(&bytes);
         let mut out = SegmentFile {
-            file,
+            out: Output::new(file, mode),
             path,
             uuid_low: header.uuid_low(),
             buf,
-            written: 0,
             seq: 0,
             next_traj: 0,
             builder: IndexBuilder::default(),
@@ -92,7 +91,12 @@ impl SegmentFile {
 
     /// Bytes of the file, buffered ones included.
     pub fn len(&self) -> u64 {
-        self.written + self.buf.len() as u64
+        self.out.len() + self.buf.len() as u64
+    }
+
+    /// How bytes really get to the file.
+    pub fn mode(&self) -> Mode {
+        self.out.mode()
     }
 
     /// Bytes not written yet.
@@ -142,26 +146,16 @@ impl SegmentFile {
         }
         payload.pieces().chain([padding]).for_each(|p| self.buf.extend_from_slice(p));
         if self.buf.len() >= BUFFER {
-            self.flush()?;
+            self.drain()?;
         }
         Ok(())
     }
 
-    /// Hands the buffer and, behind it, a payload to the operating system, from where they are.
+    /// Writes the buffer and, behind it, a payload, from where they are.
     fn write_behind(&mut self, payload: &Payload, padding: &[u8]) -> Result<()> {
         let pieces = [&self.buf[..]].into_iter().chain(payload.pieces()).chain([padding]);
         let mut slices: Vec<IoSlice> = pieces.map(IoSlice::new).collect();
-        let mut left = &mut slices[..];
-        let failed = |e| Error::io(&self.path, "write", e);
-        while !left.is_empty() {
-            match self.file.write_vectored(left) {
-                Ok(0) => return Err(failed(std::io::ErrorKind::WriteZero.into())),
-                Ok(n) => IoSlice::advance_slices(&mut left, n),
-                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(failed(e)),
-            }
-        }
-        self.written += (self.buf.len() + payload.len() + padding.len()) as u64;
+        self.out.write(&mut slices).map_err(|e| Error::io(&self.path, "write", e))?;
         self.buf.clear();
         Ok(())
     }
@@ -180,15 +174,19 @@ impl SegmentFile {
 
     /// Hands everything buffered to the operating system.
     pub fn flush(&mut self) -> Result<()> {
-        self.file.write_all(&self.buf).map_err(|e| Error::io(&self.path, "write", e))?;
-        self.written += self.buf.len() as u64;
+        self.drain()?;
+        self.out.flush().map_err(|e| Error::io(&self.path, "write", e))
+    }
+
+    fn drain(&mut self) -> Result<()> {
+        self.out.write(&mut [IoSlice::new(&self.buf)]).map_err(|e| Error::io(&self.path, "write", e))?;
         self.buf.clear();
         Ok(())
     }
 
     /// Makes everything flushed survive a power loss.
     pub fn sync(&self) -> Result<()> {
-        self.file.sync_data().map_err(|e| Error::io(&self.path, "fsync", e))
+        self.out.sync().map_err(|e| Error::io(&self.path, "fsync", e))
     }
 
     /// Writes index and postscript and gives the file its final name; returns its size.
@@ -207,21 +205,16 @@ impl SegmentFile {
         };
         self.buf.extend_from_slice(&post.encode());
         self.flush()?;
-        self.file.sync_all().map_err(|e| Error::io(&self.path, "fsync", e))?;
-        close(self.file).map_err(|e| Error::io(&self.path, "close", e))?;
+        let bytes = self.out.len();
+        self.out.close().map_err(|(op, e)| Error::io(&self.path, op, e))?;
         let sealed = self.path.with_extension("");
         std::fs::rename(&self.path, &sealed).map_err(|e| Error::io(&self.path, "rename", e))?;
-        let dir = sealed.parent().unwrap_or(Path::new("."));
-        File::open(dir).and_then(|d| d.sync_all()).map_err(|e| Error::io(dir, "fsync", e))?;
-        Ok(self.written)
+        sync_folder(sealed.parent().unwrap_or(Path::new(".")))?;
+        Ok(bytes)
     }
 }
 
-/// Closes a file and says what went wrong, which dropping it would not: some network file systems report there.
-fn close(file: File) -> std::io::Result<()> {
-    // SAFETY: the descriptor is ours alone and is not used again.
-    match unsafe { libc::close(file.into_raw_fd()) } {
-        0 => Ok(()),
-        _ => Err(std::io::Error::last_os_error()),
-    }
+/// Makes the names in a folder survive a power loss.
+pub fn sync_folder(dir: &Path) -> Result<()> {
+    File::open(dir).and_then(|d| d.sync_all()).map_err(|e| Error::io(dir, "fsync", e))
 }

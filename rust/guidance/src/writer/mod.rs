@@ -1,7 +1,10 @@
 //! Writing a dataset: producers pack rows and queue them, worker threads encode and write.
 mod file;
+mod output;
 mod pending;
 mod queue;
+#[cfg(feature = "uring")]
+mod ring;
 mod sink;
 
 use crate::chunk::{Encoder, Payload, SiteRows};
@@ -47,6 +50,18 @@ pub enum OnFull {
     Raise,
 }
 
+/// How bytes get to a file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// By `write`, through the page cache.
+    #[default]
+    Buffered,
+    /// Past the page cache (O_DIRECT), where the file system can; otherwise buffered.
+    Direct,
+    /// By io_uring, where the kernel and this build (feature `uring`) can; otherwise buffered.
+    Uring,
+}
+
 /// How a writer behaves.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -62,6 +77,10 @@ pub struct Options {
     pub threads: usize,
     /// Whether every seal is followed by a new manifest of the folder.
     pub manifest: bool,
+    /// Whether segments lie in a sub-folder of the writer's, one of 256, so that no folder holds too many.
+    pub fan_out: bool,
+    /// How segments get to their files.
+    pub mode: Mode,
 }
 
 impl Default for Options {
@@ -73,6 +92,8 @@ impl Default for Options {
             on_full: OnFull::Block,
             threads: 1,
             manifest: false,
+            fan_out: false,
+            mode: Mode::Buffered,
         }
     }
 }
@@ -105,6 +126,8 @@ pub struct Stats {
     pub dropped: u64,
     /// Segments.
     pub segments: u64,
+    /// Segments that are written in the mode that was asked for.
+    pub as_asked: u64,
     /// Bytes waiting.
     pub queued: u64,
     /// Most bytes that ever waited.

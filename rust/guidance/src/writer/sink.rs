@@ -1,5 +1,5 @@
 //! The segment files of a writer: which one a trajectory goes to, when they roll over, when they are synced.
-use super::file::{Place, SegmentFile};
+use super::file::{sync_folder, Place, SegmentFile};
 use super::{Options, Stats, Sync};
 use crate::chunk::Payload;
 use crate::error::{Error, Result};
@@ -69,8 +69,14 @@ impl Sink {
         }
         let key = self.next_file;
         let name = format!("seg-{}-{key:05}", self.name);
-        let file = SegmentFile::create(&self.dir, &name, schema)?;
+        let dir = if self.options.fan_out { self.dir.join(&self.name[..2]) } else { self.dir.clone() };
+        if self.options.fan_out && !dir.is_dir() {
+            std::fs::create_dir_all(&dir).map_err(|e| Error::io(&dir, "create", e))?;
+            sync_folder(&self.dir)?;
+        }
+        let file = SegmentFile::create(&dir, &name, schema, self.options.mode)?;
         self.next_file += 1;
+        self.stats.as_asked += (file.mode() == self.options.mode) as u64;
         self.files.insert(key, file);
         Ok(key)
     }
