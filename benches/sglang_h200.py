@@ -131,7 +131,8 @@ def start(mode: str, work: Path, batch: int, new: int, share: float):
         seed=0,
         arguments={
             "max_running_requests": batch,
-            "cuda_graph_max_bs": batch,
+            "cuda_graph_max_bs_decode": batch,
+            "cuda_graph_backend_prefill": "disabled",  # it would take more than a minute of the start
             "max_total_tokens": batch * (PROMPT + new + 8),
             "moe_runner_backend": "triton",
             "disable_radix_cache": True,

@@ -221,6 +221,14 @@ def refuse_unsupported(args: object) -> None:
         raise EngineError("tracekit needs --enable-return-routed-experts: rows travel with the routed experts")
 
 
+def _after_weights() -> str:
+    """The updater's method that hears of new weights: with their version in 0.5.23, with the request in 0.5.17."""
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    known = hasattr(SchedulerWeightUpdaterManager, "record_weight_version_after_update")
+    return "record_weight_version_after_update" if known else "flush_cache_after_weight_update"
+
+
 def register() -> None:
     """Entry point `sglang.srt.plugins`."""
     settings = Settings.from_environment()
@@ -247,8 +255,8 @@ def register() -> None:
     def around_experts(run, layer, dispatch_output):
         return plugin.experts(run, layer, dispatch_output)
 
-    def after_update(_result, _updater, weight_version):
-        plugin.updated(weight_version)
+    def after_update(_result, _updater, told):
+        plugin.updated(getattr(told, "weight_version", None) if hasattr(told, "flush_cache") else told)
 
     hook(f"{RUNNER}.init_routed_experts_capturer", lambda _out, runner: plugin.start(runner), HookType.AFTER)
     hook("sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.run_moe_core", around_experts, HookType.AROUND)
@@ -265,7 +273,7 @@ def register() -> None:
     )
     hook(f"{RESULTS}._maybe_collect_routed_experts", around_collect, HookType.AROUND)
     hook("sglang.srt.managers.schedule_batch.release_req", lambda **named: plugin.pushed_out(**named), HookType.BEFORE)
-    hook(f"{UPDATER}.record_weight_version_after_update", after_update, HookType.AFTER)
+    hook(f"{UPDATER}.{_after_weights()}", after_update, HookType.AFTER)
     if not torch.cuda.is_available():
         from sglang.srt.mem_cache.pool_host import common
 
