@@ -17,7 +17,7 @@ test: $(VENV)/.installed
 
 # A real engine on a CPU. Its pinned packages go beside the project's own, so it comes last in a shared environment.
 test-sglang: $(VENV)/.installed
-	$(RUN) pip install --quiet --disable-pip-version-check --no-compile --no-deps -r tests/sglang/requirements.txt
+	$(RUN) pip install --quiet --disable-pip-version-check --no-deps -r tests/sglang/requirements.txt
 	OMP_NUM_THREADS=1 $(RUN) pytest tests/sglang
 
 lint: $(VENV)/.installed

@@ -419,6 +419,8 @@ class MsgpackZstd(Peer):
 ALL = [
     WriteLoop(),
     *(Tracekit(e) for e in ("lossless", "compact", "low2", "rm15")),
+    Tracekit("lossless", mmap=True),
+    Tracekit("compact", mmap=True),
     Safetensors(),
     ArrowIPC(),
     LMDB(),
