@@ -1,6 +1,6 @@
 """Decode throughput of SGLang on one GPU, with and without capture.
 
-It has no figure yet: on an H200 the engines started, and the first batch did not end in the time given (docs/sglang.md).
+It has no figure yet: on an H200 the engines started, and the first batch did not end in time (docs/sglang.md).
 
 Engines stand side by side in memory and take turns, so that the clock and the neighbours are the same for all: `qdq`
 rounds and records nothing, `half` also records one bit a code of the last half of the layers, `all` of every layer. A
