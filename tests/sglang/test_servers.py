@@ -155,6 +155,7 @@ def test_the_examples_of_the_docs_sample_and_learn(served, tmp_path, monkeypatch
     assert scope["settings"].static_scales == served.settings.static_scales
 
     def post(path, body):
+        body["sampling_params"]["max_new_tokens"] = 6  # the served model has a context of 32
         return served.engine._post(served.engine.urls[0], path.strip("/"), body)
 
     prompts = [[5, 6, 7], [9, 8, 7, 6]]
