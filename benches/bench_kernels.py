@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.testing import do_bench
 
 import tracekit.kernels.fp4_decode_attention  # noqa: F401  (the package exports a function of this name)
-from tracekit.kernels import guided_qdq, pack_low_bits, quantize_pack
+from tracekit.kernels import decode_attention, guided_qdq, pack_low_bits, quantize_pack
 from tracekit.kernels.guided_qdq import launch_guided_qdq
 from tracekit.kernels.quantize_pack import launch_quantize_pack
 from tracekit.numerics import dequantize, guided_round, profile_info, quantize, unpack_codes
@@ -224,40 +224,38 @@ def check_attention() -> None:
         attention.gather_pages(dequantize(unpack_codes(c, 128), s, "nvfp4-exact", 512.0), table, page, context)
         for c, s in packed
     )
-    for tile, warps in ((64, 4), (128, 4), (128, 8)):
+    want = attention.reference_attention(q, k, v, lengths, 128**-0.5)
+    for variant in attention.VARIANTS:
         got = attention.launch_fp4(
-            q.float(), kc, ks, vc, vs, table, lengths, page, 128**-0.5, 512.0, 512.0, context, tile, warps
+            q.float(), kc, ks, vc, vs, table, lengths, page, 128**-0.5, 512.0, 512.0, context, variant
         )
-        want = attention.reference_attention(q, k, v, lengths, 128**-0.5)
         error = ((got - want).norm() / want.norm()).item()
-        print(f"fp4 decode attention tile={tile} warps={warps}: relative error {error:.1e} against float64", flush=True)
+        print(f"fp4 decode attention {variant}: relative error {error:.1e} against float64", flush=True)
         if not error < 2e-3:
-            WRONG.append(f"attention tile={tile}: {error}")
+            WRONG.append(f"attention {variant}: {error}")
     k, v = (attention.gather_pages(t, table, page, context) for t in dense)
-    got = attention.launch_bf16(q.float(), *dense, table, lengths, page, 128**-0.5, context)
+    got = decode_attention.launch_bf16(q.float(), *dense, table, lengths, page, 128**-0.5, context)
     want = attention.reference_attention(q, k, v, lengths, 128**-0.5)
     print(f"bf16 decode attention: relative error {((got - want).norm() / want.norm()).item():.1e}", flush=True)
 
 
-ATTENTION_CONFIGS = [
-    (tile, warps, stages, per)
-    for tile, warps, stages in ((64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 4, 3), (128, 8, 3))
-    for per in (1024, 2048, 4096)
-]
+BF16_CONFIGS = [(64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 4, 3), (128, 8, 3)]
 
 
-def best_attention(context: int, launch) -> tuple[float, str]:
-    """Fastest of the configurations that fit; `launch(tile, warps, stages, splits)`."""
+def best_attention(context: int, configs, launch) -> tuple[float, str]:
+    """Fastest of `configs` and split lengths that fit; `launch(config, splits)`."""
     best = (float("inf"), "")
-    for tile, warps, stages, per in ATTENTION_CONFIGS:
-        config = f"tile={tile},warps={warps},stages={stages},split={per}"
-        try:
-            ms = median_ms(lambda t=tile, w=warps, s=stages, p=per: launch(t, w, s, (-(-context // p), p)), rep=15)
-        except triton.runtime.errors.OutOfResources:
-            continue
-        if ARGS.tune and context == 32768:
-            print(f"      {config}: {ms * 1e3:.0f} us", flush=True)
-        best = min(best, (ms, config))
+    for config in configs:
+        for per in (512, 1024, 2048, 4096):
+            splits = (-(-context // per), per)
+            try:
+                ms = median_ms(lambda c=config, s=splits: launch(c, s), rep=15)
+            except triton.runtime.errors.OutOfResources:
+                continue
+            name = f"{config},split={per}"
+            if ARGS.tune and context == 32768:
+                print(f"      {name}: {ms * 1e3:.0f} us", flush=True)
+            best = min(best, (ms, name))
     return best
 
 
@@ -265,15 +263,16 @@ def bench_context(copy: float, context: int, batch: int = 64, page: int = 64) ->
     dense, packed, table, lengths = pools(batch, context, page)
     (kc, ks), (vc, vs) = packed
     q = torch.randn(batch, 32, 128, device=DEV, dtype=torch.bfloat16)
+    common = (table, lengths, page, 128**-0.5)
     bf16 = best_attention(
         context,
-        lambda t, w, s, sp: attention.launch_bf16(q, *dense, table, lengths, page, 128**-0.5, context, t, w, s, sp),
+        BF16_CONFIGS,
+        lambda c, splits: decode_attention.launch_bf16(q, *dense, *common, context, *c, splits),
     )
     fp4 = best_attention(
         context,
-        lambda t, w, s, sp: attention.launch_fp4(
-            q, kc, ks, vc, vs, table, lengths, page, 128**-0.5, 512.0, 512.0, context, t, w, s, sp
-        ),
+        attention.VARIANTS,
+        lambda c, splits: attention.launch_fp4(q, kc, ks, vc, vs, *common, 512.0, 512.0, context, c, splits),
     )
     report(f"decode attention bf16 KV, context {context}", bf16[0], 4 * dense[0].numel(), copy, config=bf16[1])
     nbytes = 2 * (kc.numel() + ks.numel())

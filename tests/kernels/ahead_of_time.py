@@ -17,13 +17,15 @@ from triton.compiler import ASTSource
 
 from tracekit.kernels import eight_bit, guided_qdq, kv_write, quantize_pack  # noqa: F401  (the modules are looked up below)
 from tracekit.kernels.chains import CHAINS
+from tracekit.kernels.fp4_decode_lanes import lanes_split_kernel
 from tracekit.numerics.profiles import profile_info
 
 TYPES = dict(
     x_ptr="*bf16", g_ptr="*fp32", ulp_ptr="*i8", packed_ptr="*i32", scales_ptr="*u8", low_ptr="*u16",
     values_ptr="*bf16", out_ptr="*bf16", slots_ptr="*i64", n_blocks="i32", blocks_per_scale="i32", four_bits="i32",
     blocks_per_token="i32", page="i32", n_groups="i32", groups_per_row="i32", width="i32", length="i32",
-    low_width="i32",
+    low_width="i32", q_ptr="*bf16", kc_ptr="*i32", ks_ptr="*u8", vc_ptr="*i32", vs_ptr="*u8", table_ptr="*i32",
+    length_ptr="*i32", lse_ptr="*fp32", factor="fp32", table_stride="i32", n_splits="i32", split_tokens="i32",
 )  # fmt: skip
 
 
@@ -36,9 +38,12 @@ def shared(profile: str, rows: int) -> dict:
 
 
 def sources(name: str):
-    """(kernel, constexprs, types) of `quantize:PROFILE:BITS`, `guided:PROFILE:BITS`, `kv:PROFILE:LAYOUT` or
-    `eight:KIND:BITS`."""
+    """(kernel, constexprs, types) of `quantize:PROFILE:BITS`, `guided:PROFILE:BITS`, `kv:PROFILE:LAYOUT`,
+    `eight:KIND:BITS` or `attention:DECODE:TILE`."""
     kind, profile, n = name.split(":")
+    if kind == "attention":
+        options = dict(HEADS=4, GROUP=8, ROWS=8, D=128, PAGE=64, TILE=int(n), DECODE=profile)
+        return lanes_split_kernel, options, TYPES | dict(out_ptr="*fp32")
     if kind == "eight":
         options = dict(ROWS=1, CHUNK=4096, KIND=profile, TRUNCATE=False, BITS=int(n), OPEN=False, CODES=n == "0",
                        HARDWARE=True, INTERPRET=False)  # fmt: skip
@@ -67,7 +72,10 @@ def report(name: str) -> dict:
     }
     source = ASTSource(kernel, signature, constexprs={(kernel.arg_names.index(k),): v for k, v in constexprs.items()},
                        attrs=aligned)  # fmt: skip
-    options = dict(num_warps=4 if name.startswith("eight") else 1, enable_fp_fusion=False)
+    attention = name.startswith("attention")
+    options = dict(num_warps=4 if name.startswith("eight") else 1, enable_fp_fusion=attention)
+    if attention:
+        options["num_stages"] = 2
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = built.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
@@ -75,6 +83,7 @@ def report(name: str) -> dict:
         f.flush()
         tool = triton.knobs.nvidia.nvdisasm.path
         sass = subprocess.run([tool, "-c", f.name], capture_output=True, text=True, check=True).stdout
+    loop = longest_loop(sass)
     code = [m.group(1) for m in re.finditer(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d\s+)?([A-Z][A-Z0-9_.]+)", sass, re.M)]
     return dict(
         name=name,
@@ -85,7 +94,24 @@ def report(name: str) -> dict:
         wide_stores=sum(c.startswith("STG") and ".128" in c for c in code),
         approximate=ptx.count("rcp.approx") + ptx.count("div.approx") + ptx.count("div.full"),
         threads_wait=ptx.count("bar.sync"),
+        loop=len(loop),
+        loop_stores=sum(c.startswith("STS") for c in loop),
     )
+
+
+def longest_loop(sass: str) -> list[str]:
+    """Opcodes of the longest stretch that a branch jumps back over."""
+    opcodes, labels, best = [], {}, (0, 0)
+    for line in sass.splitlines():
+        if label := re.match(r"(\.L\w+):", line.strip()):
+            labels[label.group(1)] = len(opcodes)
+        elif code := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)(.*)", line):
+            opcodes.append(code.group(1))
+            target = re.search(r"`\((\.L\w+)\)", code.group(2)) if code.group(1) == "BRA" else None
+            first = labels.get(target.group(1)) if target else None
+            if first is not None and first < len(opcodes) - 4 and len(opcodes) - first > best[1] - best[0]:
+                best = first, len(opcodes)
+    return opcodes[best[0] : best[1]]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
 """Kernels run on the GPU if there is one, else in Triton's interpreter; the switch has to come before triton does."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 NAN, INF = float("nan"), float("inf")
 

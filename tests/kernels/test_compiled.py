@@ -46,3 +46,25 @@ def test_eight_bit_code_for_hopper():
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [r["name"] for r in rows] == EIGHT
     assert all(r["spills"] == r["fp64"] == r["approximate"] == 0 and r["wide_loads"] >= 2 for r in rows), rows
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["attention:e4m3:32"], pytest.param(["attention:e4m3:64", "attention:shift:32"], marks=pytest.mark.long)],
+    ids=["default", "others"],
+)
+def test_attention_code_for_hopper(names):
+    """A key or value costs under four instructions (under 3.5 by way of E4M3), loop, softmax and loads included, and
+    decoded operands never pass through shared memory: as fp16 they would take a store for every eight elements.
+    """
+    pytest.importorskip("triton")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, str(PROGRAM), *names], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [r["name"] for r in rows] == names
+    for r in rows:
+        elements = 2 * 128 * int(r["name"].split(":")[2]) / 32  # of K and V, a lane and tile
+        assert r["spills"] == r["fp64"] == 0, r
+        assert 2 < r["loop"] / elements < (3.5 if "e4m3" in r["name"] else 4), r
+        assert r["loop_stores"] < elements / 16, r

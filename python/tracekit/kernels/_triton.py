@@ -13,7 +13,9 @@ except ImportError:  # CPU-only installations
     triton = None
 
     class _Absent:
-        constexpr = object
+        @staticmethod
+        def constexpr(value):
+            return value
 
         @staticmethod
         def jit(fn):
