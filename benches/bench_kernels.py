@@ -1,6 +1,6 @@
 """Kernels on a CUDA GPU: bit-equality with the reference, then speed against the copy bandwidth of the same run.
 
-    PYTHONPATH=python python benches/bench_kernels.py [--only quantize,guided,weights,decode,attention] [--tune]
+    PYTHONPATH=python python benches/bench_kernels.py [--only quantize,guided,weights,decode,attention,aligned] [--tune]
 
 Prints one table; with $OUT set, writes the same numbers to $OUT/bench_kernels.json. Times are medians of repeated
 device-event timings over buffers larger than the L2 cache; "share" is bytes moved / time over the copy bandwidth,
@@ -288,6 +288,41 @@ def bench_attention(copy: float) -> None:
         torch.cuda.empty_cache()
 
 
+def bench_aligned() -> None:
+    """The aligned forward: codes multiplied by the hardware, against the emulated product and plain bf16."""
+    from tracekit.kernels import aligned_grouped, aligned_linear
+    from tracekit.kernels.aligned_linear import product
+
+    x = torch.randn(8192, 2048, device=DEV, dtype=torch.bfloat16)
+    w = torch.randn(32, 1536, 2048, device=DEV, dtype=torch.bfloat16) * 0.02
+    ends = torch.arange(1, 33, device=DEV, dtype=torch.int32) * 256
+    plain = median_ms(lambda: x @ w[0].t())
+    for profile in ("int8", "fp8-e4m3"):
+        q = quantize(w, profile)
+        dense = (q.packed[0], q.scales[0])
+        emulated = product(q.profile, x, *dense, None, False).double()
+        difference = ((aligned_linear(x, *dense, profile).double() - emulated).norm() / emulated.norm()).item()
+        one_by_one = torch.cat(
+            [aligned_linear(rows, q.packed[i], q.scales[i], profile) for i, rows in enumerate(x.split(256))]
+        ).double()
+        grouped = aligned_grouped(x, q.packed, q.scales, ends, profile).double()
+        apart = ((grouped - one_by_one).norm() / one_by_one.norm()).item()
+        if not (difference < 2**-7 and apart < 2**-8):
+            WRONG.append(f"aligned {profile}: {difference} from emulated, {apart} between grouped and dense")
+        times = dict(
+            hardware=median_ms(lambda d=dense, n=profile: aligned_linear(x, *d, n)),
+            emulated=median_ms(lambda d=dense, p=q.profile: product(p, x, *d, None, False)),
+            grouped=median_ms(lambda q=q, n=profile: aligned_grouped(x, q.packed, q.scales, ends, n)),
+        )
+        ROWS.append(
+            dict(name=f"aligned {profile}", bf16=plain, difference=difference, grouped_difference=apart, **times)
+        )
+        line = ", ".join(f"{name} {ms * 1e3:.0f} us" for name, ms in times.items())
+        print(
+            f"aligned {profile} [8192, 2048] x 1536: {line}, bf16 {plain * 1e3:.0f} us; emulated {difference:.1e} off"
+        )
+
+
 def copy_bandwidth() -> float:
     a = torch.randn(1 << 29, device=DEV, dtype=torch.bfloat16)
     b = torch.empty_like(a)
@@ -310,6 +345,8 @@ def main() -> None:
         attempt("decode", bench_decode)
     if "attention" in only:
         attempt("attention", bench_attention, copy)
+    if "aligned" in only:
+        attempt("aligned", bench_aligned)
     if os.environ.get("OUT"):
         result = dict(
             device=torch.cuda.get_device_name(),
@@ -324,7 +361,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="quantize,guided,weights,decode,attention")
+    parser.add_argument("--only", default="quantize,guided,weights,decode,attention,aligned")
     parser.add_argument("--tune", action="store_true")
     ARGS = parser.parse_args()
     main()

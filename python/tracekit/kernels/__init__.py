@@ -1,5 +1,7 @@
 """Triton kernels, one operation a file. On tensors that Triton cannot take, each runs its PyTorch reference."""
 
+from tracekit.kernels.aligned_grouped import aligned_grouped
+from tracekit.kernels.aligned_linear import aligned_linear
 from tracekit.kernels.decode_record import DeviceRecord, decode_on_device, guided_from_record
 from tracekit.kernels.eight_bit import guided_qdq_e4m3, quantize_eight_bit
 from tracekit.kernels.expert_weights import PublishedWeights, fake_quantize_experts
@@ -11,6 +13,8 @@ from tracekit.kernels.quantize_pack import pack_low_bits, quantize_pack, quantiz
 __all__ = [
     "DeviceRecord",
     "PublishedWeights",
+    "aligned_grouped",
+    "aligned_linear",
     "decode_on_device",
     "fake_quantize_experts",
     "fp4_decode_attention",
