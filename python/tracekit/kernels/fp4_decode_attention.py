@@ -52,7 +52,7 @@ VARIANTS = {
     "staged-64": Variant("staged", 64, 4, 3, 8),
     "staged-128": Variant("staged", 128, 4, 3, 8),
 }
-VARIANT = "e4m3-32"
+VARIANT = "staged-128"  # its kernel has run on an H200; the others have not run on a GPU
 
 
 @torch.library.custom_op("tracekit::fp4_decode_attention", mutates_args=())
