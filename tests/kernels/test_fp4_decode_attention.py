@@ -107,7 +107,7 @@ def test_assembly_in_the_interpreter(device, decode, page, monkeypatch):
     q, pools, (k, v), table = problem(device, 2, 1, 8, 128, page, 128 // page)
     lengths = torch.tensor([101, 64], dtype=torch.int32, device=device)
     rows = [module.gather_pages(t, table, page, 128) for t in (k, v)]
-    got = run_op(q, pools, table, lengths, page, 128)
+    got = module.launch_fp4(q, *pools, table, lengths, page, 128**-0.5, 512.0, 300.0, 128, "e4m3-32")
     want = module.reference_attention(q, *rows, lengths, 128**-0.5)
     assert ((got - want).norm() / want.norm()).item() < 1e-3
     assert any(("e4m3x2" in str(getattr(a, "value", a))) == (decode == "e4m3") for a in ran) and len(ran) > 8
