@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,9 +65,44 @@ class Rounder:
         )
         return values
 
-    def take(self, count: int) -> dict[str, Tensor]:
-        """Copies of the last forward's first `count` rows: the buffers are written again while these travel."""
-        out = {name: buffer[:count].clone() for name, buffer in self.buffers.items()}
+    def take(self, count: int) -> Tensor:
+        """The last forward's first `count` rows as one tensor u8 [count, R], which `columns` takes apart. It is a copy:
+        the buffers are written again while it travels."""
+        parts = []
+        for name in self.columns:
+            if name.endswith("/x"):
+                parts.append(self._kept[name.removesuffix("/x")][:count].float().flatten(1).view(torch.uint8))
+            else:
+                parts.append(self.buffers[name][:count].flatten(1))
+        return torch.cat(parts, 1)
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """What a row of `take` holds, in order."""
+        out = {name: Column(tuple(buffer.shape[1:]), np.dtype(np.uint8)) for name, buffer in self.buffers.items()}
         if self.settings.keep_activations:
-            out |= {f"{site}/x": x[:count].float() for site, x in self._kept.items()}
+            out |= {f"{s.name}/x": Column((s.planes, s.width), np.dtype("<f4")) for s in self.settings.sites}
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One array's part of a row."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Of a row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def split(rows: np.ndarray, columns: Mapping[str, Column]) -> dict[str, np.ndarray]:
+    """The arrays [n, ...] in gathered rows u8 [n, R]."""
+    out, at = {}, 0
+    for name, column in columns.items():
+        part = np.ascontiguousarray(rows[:, at : at + column.bytes])
+        out[name] = part.view(column.dtype).reshape(len(rows), *column.shape)
+        at += column.bytes
+    return out

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from tracekit.guidance import GuidanceWriter
+from tracekit.rollout.sglang.capture import Column, split
 from tracekit.rollout.sglang.settings import Settings
-from tracekit.rollout.sglang.store import Arrays
+from tracekit.rollout.sglang.store import Found
 
 logger = logging.getLogger(__name__)
 
@@ -25,16 +27,15 @@ class Finished:
     trajectory: str
     tokens: np.ndarray
     """int64 [n + 1]: the last one has no row."""
-    arrays: Arrays
-    versions: np.ndarray
-    """int64 [n]: policy version of each row."""
+    rows: Found
 
 
 class Handover:
     """Owns the writers, one a step; a new step seals the one before. An error is kept and raised by `check`."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, columns: Mapping[str, Column]) -> None:
+        """`columns` are what a row holds."""
+        self.settings, self.columns = settings, columns
         self._queue: queue.SimpleQueue[Finished | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="tracekit-guidance", daemon=True)
@@ -76,11 +77,20 @@ class Handover:
             writer.close()
 
     def _write(self, writer: GuidanceWriter, item: Finished) -> None:
-        trajectory = writer.begin(item.trajectory, token_ids=item.tokens, policy_version=int(item.versions.min()))
+        arrays, versions = split(item.rows.gather(), self.columns), item.rows.versions
+        if self.settings.keep_activations:  # before the record, which tells others that all is there
+            self._write_activations(item, arrays, versions)
+        trajectory = writer.begin(item.trajectory, token_ids=item.tokens, policy_version=int(versions.min()))
         for site in self.settings.sites:
-            codes = item.arrays.get(f"{site.name}/codes")
-            trajectory.append(site.name, 0, codes, item.arrays[f"{site.name}/scales"], packed=True)
-        changes = np.flatnonzero(np.diff(item.versions)) + 1
-        starts = np.concatenate([[0], changes]) if len(item.versions) else changes
-        spans = [[int(a), int(item.versions[a])] for a in starts]
+            codes = arrays.get(f"{site.name}/codes")
+            trajectory.append(site.name, 0, codes, arrays[f"{site.name}/scales"], packed=True)
+        changes = np.flatnonzero(np.diff(versions)) + 1
+        starts = np.concatenate([[0], changes]) if len(versions) else changes
+        spans = [[int(a), int(versions[a])] for a in starts]
         trajectory.commit(extra={"versions": spans}).result(60)
+
+    def _write_activations(self, item: Finished, arrays: dict[str, np.ndarray], versions: np.ndarray) -> None:
+        folder = Path(self.settings.folder) / "activations" / item.step
+        folder.mkdir(parents=True, exist_ok=True)
+        names = {name.replace("/", "|"): array for name, array in arrays.items()}
+        np.savez(folder / f"{item.trajectory}.npz", tokens=item.tokens, versions=versions, **names)

@@ -18,8 +18,6 @@ checks that the others are in place and stops the engine otherwise.
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import torch
 
@@ -27,9 +25,7 @@ from tracekit.errors import EngineError
 from tracekit.rollout.sglang.capture import Rounder
 from tracekit.rollout.sglang.handover import Finished, Handover
 from tracekit.rollout.sglang.settings import Settings
-from tracekit.rollout.sglang.store import SlotStore
-
-logger = logging.getLogger(__name__)
+from tracekit.rollout.sglang.store import Found, SlotStore
 
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
@@ -48,7 +44,7 @@ class Plugin:
         self.version = 0
         self._inside: int | None = None
         """Layer whose experts run now."""
-        self._kept: dict[str, tuple[dict[str, np.ndarray], np.ndarray]] = {}
+        self._kept: dict[str, Found] = {}
         """Rows of requests that were pushed out, by request id."""
 
     # -- start
@@ -69,7 +65,7 @@ class Plugin:
         self.rounder = Rounder(self.settings, tokens, torch.device(runner.device))
         self.store = SlotStore(slots)
         if self.settings.sites:
-            self.handover = Handover(self.settings)
+            self.handover = Handover(self.settings, self.rounder.columns)
 
     def updated(self, weight_version: str | None) -> None:
         """Weights have come, from tensors, a disk or another process; parts of an update carry no version."""
@@ -126,11 +122,10 @@ class Plugin:
             out.routed_experts_output = ride
         return out
 
-    def rows(self, processor: object, req: object, count: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Rows of a request's first `count` tokens, and the policy version of each."""
-        pool = req.kv.req_pool_idx if hasattr(getattr(req, "kv", None), "req_pool_idx") else req.req_pool_idx
-        slots = processor.req_to_token_pool.req_to_token[pool][:count].long().cpu().numpy()
-        return self.store.take(slots)
+    def rows(self, pool: object, req: object, count: int) -> Found:
+        """Rows of a request's first `count` tokens; `pool` is the engine's table of their slots."""
+        number = req.kv.req_pool_idx if hasattr(getattr(req, "kv", None), "req_pool_idx") else req.req_pool_idx
+        return self.store.find(pool.req_to_token[number][:count].long().cpu().numpy())
 
     def pushed_out(self, *, req: object, req_to_token_pool: object, **_: object) -> None:
         """Before `release_req`: keep what the sampler computed for tokens that it has already sampled."""
@@ -139,11 +134,9 @@ class Plugin:
         count = len(req.origin_input_ids) + len(req.output_ids) - 1
         if not req.output_ids or count < 1:
             return
-        holder = type("Pools", (), {"req_to_token_pool": req_to_token_pool})
-        fresh = self.rows(holder, req, count)
-        self._kept[req.rid] = _joined(self._kept.get(req.rid), fresh)
+        self._kept[req.rid] = self.rows(req_to_token_pool, req, count).behind(self._kept.get(req.rid))
 
-    def finished(self, processor: object, req: object) -> None:
+    def finished(self, pool: object, req: object) -> None:
         """A request has ended and still holds its slots: hand its rows over."""
         kept = self._kept.pop(req.rid, None)
         step, _, trajectory = req.rid.partition("/")
@@ -152,50 +145,28 @@ class Plugin:
         tokens = np.array([*req.origin_input_ids, *req.output_ids_through_stop], np.int64)
         if not len(req.output_ids_through_stop):
             return  # ended before its first token: nothing to train on
-        arrays, versions = _joined(kept, self.rows(processor, req, len(tokens) - 1))
-        if self.settings.keep_activations:
-            self._write_activations(step, trajectory, tokens, arrays, versions)
-        self.handover.put(Finished(step=step, trajectory=trajectory, tokens=tokens, arrays=arrays, versions=versions))
-
-    def _write_activations(self, step, trajectory, tokens, arrays, versions) -> None:
-        from pathlib import Path
-
-        folder = Path(self.settings.folder) / "activations" / step
-        folder.mkdir(parents=True, exist_ok=True)
-        names = {name.replace("/", "|"): array for name, array in arrays.items()}
-        np.savez(folder / f"{trajectory}.npz", tokens=tokens, versions=versions, **names)
+        rows = self.rows(pool, req, len(tokens) - 1).behind(kept)
+        self.handover.put(Finished(step=step, trajectory=trajectory, tokens=tokens, rows=rows))
 
 
 class Ride:
     """Rows on their way to the host, in the shape of SGLang's own routed-experts output."""
 
-    def __init__(self, plugin: Plugin, inner: object | None, slots: torch.Tensor, arrays: dict) -> None:
-        self.plugin, self.inner, self.slots, self.arrays = plugin, inner, slots, arrays
+    def __init__(self, plugin: Plugin, inner: object | None, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        self.plugin, self.inner, self.slots, self.rows = plugin, inner, slots, rows
         self.version = plugin.version
 
     def map_device_tensors(self, copy) -> None:
         """SGLang's device-to-host copy, on its copy stream."""
         if self.inner is not None:
             self.inner.map_device_tensors(copy)
-        self.slots = copy(self.slots)
-        self.arrays = {name: copy(array) for name, array in self.arrays.items()}
+        self.slots, self.rows = copy(self.slots), copy(self.rows)
 
     def finalize(self) -> None:
         """The copies have arrived."""
         if self.inner is not None:
             self.inner.finalize()
-        arrays = {name: array.cpu().numpy() for name, array in self.arrays.items()}
-        self.plugin.store.put(self.slots.cpu().numpy(), arrays, self.version)
-
-
-def _joined(kept, fresh):
-    """`fresh` rows, with those of `kept` in front where there are any: they made the tokens that stand there."""
-    if kept is None:
-        return fresh
-    arrays, versions = fresh
-    n = min(len(kept[1]), len(versions))
-    arrays = {name: np.concatenate([kept[0][name][:n], array[n:]]) for name, array in arrays.items()}
-    return arrays, np.concatenate([kept[1][:n], versions[n:]])
+        self.plugin.store.put(self.slots.cpu().numpy(), self.rows.cpu().numpy(), self.version)
 
 
 def refuse_unsupported(args: object) -> None:
@@ -250,7 +221,7 @@ def register() -> None:
 
     def around_collect(collect, processor, req):
         collect(processor, req)
-        plugin.finished(processor, req)
+        plugin.finished(processor.req_to_token_pool, req)
 
     def around_experts(run, layer, dispatch_output):
         return plugin.experts(run, layer, dispatch_output)

@@ -1,0 +1,52 @@
+"""What the SGLang plugin keeps on the host: rows by KV slot, found and gathered."""
+
+import numpy as np
+import pytest
+
+from tracekit.rollout.sglang.capture import Column, split
+from tracekit.rollout.sglang.store import SlotStore
+
+
+def test_rows_are_the_last_of_their_slots_and_memory_follows_the_slots():
+    rng, slots, width = np.random.default_rng(0), 40, 7
+    store, last = SlotStore(slots), {}
+    for version in range(200):
+        some = rng.integers(0, slots, rng.integers(1, 12))  # with duplicates, as padding has
+        rows = rng.integers(0, 256, (len(some), width), dtype=np.uint8)
+        store.put(some, rows, version)
+        last |= {int(slot): (row, version) for slot, row in zip(some, rows, strict=True)}
+        asked = rng.permutation(list(last))
+        found = store.find(asked)
+        np.testing.assert_array_equal(found.gather(), [last[int(s)][0] for s in asked])
+        assert found.versions.tolist() == [last[int(s)][1] for s in asked]
+        assert store.bytes <= slots * 12 * width
+    store.put(np.arange(slots), np.zeros((slots, width), np.uint8), 0)
+    assert store.bytes == slots * width
+
+
+def test_what_was_found_outlives_its_slots():
+    store = SlotStore(4)
+    store.put(np.arange(4), np.full((4, 2), 1, np.uint8), 1)
+    early = store.find(np.arange(3))
+    store.put(np.arange(4), np.full((4, 2), 2, np.uint8), 2)
+    late = store.find(np.arange(4)).behind(early)
+    assert early.gather().tolist() == [[1, 1]] * 3
+    assert late.gather().tolist() == [[1, 1]] * 3 + [[2, 2]] and late.versions.tolist() == [1, 1, 1, 2]
+    assert late.behind(None) is late
+
+
+def test_a_slot_that_nothing_filled_is_an_error():
+    store = SlotStore(4)
+    store.put(np.array([1]), np.zeros((1, 2), np.uint8), 0)
+    with pytest.raises(KeyError):
+        store.find(np.array([1, 3]))
+
+
+def test_rows_come_apart_into_their_columns():
+    columns = {"a": Column((2, 3), np.dtype(np.uint8)), "b": Column((2,), np.dtype("<f4"))}
+    a = np.arange(24, dtype=np.uint8).reshape(4, 2, 3)
+    b = np.linspace(0, 1, 8, dtype="<f4").reshape(4, 2)
+    rows = np.concatenate([a.reshape(4, -1), b.view(np.uint8).reshape(4, -1)], 1)
+    got = split(rows, columns)
+    np.testing.assert_array_equal(got["a"], a)
+    np.testing.assert_array_equal(got["b"], b)
