@@ -90,8 +90,9 @@ def train(config: Config, run: RunFolder, resume: bool, log: StepLog) -> int:
         loop.close()
     log.event("eval", {"eval/accuracy": after}, step=state.step)
     rows = [("held-out accuracy, greedy", f"{state.before['accuracy']:.1%}", f"{after:.1%}")]
+    steps = list(log.recorded())
     for label, key in MEANS.items():
-        if values := [line[key] for line in log.recorded() if line.get(key) is not None]:
+        if values := [line[key] for line in steps if line.get(key) is not None]:
             rows.append((label, float(np.mean(values))))
     rows.append(("peak memory, MiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024))
     log.final(rows)

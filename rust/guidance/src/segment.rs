@@ -129,67 +129,35 @@ impl Segment {
         let file = File::open(path).map_err(|e| Error::io(path, "open", e))?;
         let len = file.metadata().map_err(|e| Error::io(path, "stat", e))?.len();
         let (header, schema) = read_head(&file, path)?;
-        let mut damage = Vec::new();
         let sealed = path.extension().is_some_and(|e| e == "tkg");
+        let (index, records_end, damage) = Self::index_of(&file, path, len, &header, &schema, sealed)?;
+        let (path, source) = (path.to_owned(), Box::new(file));
+        Ok(Segment { path, source, len, header, schema, index, records_end, sealed, damage, map: None })
+    }
+
+    /// A file's index, where its records end, and what did not pass its checks.
+    fn index_of(
+        file: &File,
+        path: &Path,
+        len: u64,
+        header: &FileHeader,
+        schema: &Schema,
+        sealed: bool,
+    ) -> Result<(Index, u64, Vec<Damage>)> {
+        let mut damage = Vec::new();
         if sealed {
-            match read_tail(&file, path, len, &header)? {
-                Ok((post, index)) => {
-                    let path = path.to_owned();
-                    let records_end = post.index_off;
-                    return Ok(Segment {
-                        path,
-                        source: Box::new(file),
-                        len,
-                        header,
-                        schema,
-                        index,
-                        records_end,
-                        sealed,
-                        damage,
-                        map: None,
-                    });
-                }
+            match read_tail(file, path, len, header)? {
+                Ok((post, index)) => return Ok((index, post.index_off, damage)),
                 Err(d) => damage.push(d),
             }
         }
-        if let Some((index, records_end)) = crate::recover::read_sidecar(path, &header, len) {
-            return Ok(Segment {
-                path: path.to_owned(),
-                source: Box::new(file),
-                len,
-                header,
-                schema,
-                index,
-                records_end,
-                sealed,
-                damage: Vec::new(),
-                map: None,
-            });
+        if let Some((index, records_end)) = crate::recover::read_sidecar(path, header, len) {
+            return Ok((index, records_end, Vec::new()));
         }
-        let bounds = Bounds {
-            file: &file,
-            path,
-            header: &header,
-            sites: &schema.sites,
-            end: len.max(header.first_record()).min(len),
-            sealed: false,
-        };
-        let scan = bounds.scan()?;
+        let end = len.max(header.first_record()).min(len);
+        let scan = Bounds { file, path, header, sites: &schema.sites, end, sealed: false }.scan()?;
         damage.extend(scan.damage.into_iter().filter(|d| !d.torn_tail));
-        let (index, records_end) = (scan.builder.build(), scan.valid_end);
-        let source = Box::new(file);
-        Ok(Segment {
-            path: path.to_owned(),
-            source,
-            len,
-            header,
-            schema,
-            index,
-            records_end,
-            sealed,
-            damage,
-            map: None,
-        })
+        Ok((scan.builder.build(), scan.valid_end, damage))
     }
 
     /// Maps the file, as long as it was when it was opened. What is no file stays as it is.
