@@ -181,13 +181,21 @@ def refuse_unsupported(args: object) -> None:
         if getattr(args, name, None):
             raise EngineError(f"tracekit does not support {name}: {why}")
     if getattr(args, "disaggregation_mode", "null") not in ("null", None):
-        raise EngineError("tracekit does not support disaggregated prefill: its transfers have no rows")
+        raise EngineError("tracekit does not support disaggregation_mode: transfers have no rows")
     backend = getattr(args, "moe_a2a_backend", "none") or "none"
     if backend != "none":
         raise EngineError(f"tracekit does not support moe_a2a_backend {backend}: rows arrive in another order")
-    for name, why in {"tp_size": "K and V of other ranks have no writer yet", "dp_size": "ranks share buffers"}.items():
+    alone = {
+        "tp_size": "K and V of other ranks have no writer yet",
+        "pp_size": "other ranks' layers would be recorded as zeros",
+        "dp_size": "ranks share buffers",
+    }
+    for name, why in alone.items():
         if getattr(args, name, 1) > 1:
             raise EngineError(f"tracekit does not support {name} above 1: {why}; start one engine a GPU")
+    cache = getattr(args, "kv_cache_dtype", "auto")
+    if cache not in ("auto", "bf16", "bfloat16"):
+        raise EngineError(f"tracekit does not support kv_cache_dtype {cache}: it rounds again what the plugin rounded")
     if not getattr(args, "enable_return_routed_experts", False):
         raise EngineError("tracekit needs --enable-return-routed-experts: rows travel with the routed experts")
 

@@ -1,0 +1,33 @@
+"""Ways to run SGLang under which records would be wrong: each is refused when the engine starts, with its reason."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tracekit.errors import EngineError
+from tracekit.rollout.sglang.plugin import refuse_unsupported
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("enable_hierarchical_cache", True),
+        ("enable_lmcache", True),
+        ("speculative_algorithm", "EAGLE"),
+        ("enable_two_batch_overlap", True),
+        ("disaggregation_mode", "prefill"),
+        ("moe_a2a_backend", "deepep"),
+        ("tp_size", 2),
+        ("pp_size", 2),
+        ("dp_size", 2),
+        ("kv_cache_dtype", "fp8_e4m3"),
+        ("kv_cache_dtype", "fp4_mx_block16"),
+        ("enable_return_routed_experts", False),
+    ],
+)
+def test_it_is_refused(name, value):
+    usual = {"enable_return_routed_experts": True, "kv_cache_dtype": "auto", "tp_size": 1, "moe_a2a_backend": "none"}
+    refuse_unsupported(SimpleNamespace(**usual))
+    with pytest.raises(EngineError, match=name.replace("_", ".")) as error:
+        refuse_unsupported(SimpleNamespace(**{**usual, name: value}))
+    assert "\n" not in str(error.value)
