@@ -27,6 +27,11 @@ def error(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
+def in_fp32(profile, device, tolerance=1e-6):
+    """Bound on a product with fp32 results: Hopper's tensor cores add E4M3 products up with fewer bits than fp32."""
+    return 2**-11 if device == "cuda" and profile.startswith("fp8-e4m3") else tolerance
+
+
 @pytest.mark.parametrize("profile", W8A8)
 @pytest.mark.parametrize("rows", [1, 40])
 def test_hardware_and_emulated_product_differ_by_rounding_alone(device, profile, rows):
@@ -37,8 +42,9 @@ def test_hardware_and_emulated_product_differ_by_rounding_alone(device, profile,
     x = torch.randn(rows, 512, device=device)
     w, q = weight(profile, 48, 512, device=device)
     exact = quantize(x, p).dequantize(torch.float64) @ q.dequantize(torch.float64).t()
-    in_fp32 = product(p, x, q.packed, q.scales, None, True)
-    assert error(in_fp32, exact) < 1e-6 and error(product(p, x, q.packed, q.scales, None, False), exact) < 1e-5
+    hardware = product(p, x, q.packed, q.scales, None, True)
+    assert error(hardware, exact) < in_fp32(profile, device)
+    assert error(product(p, x, q.packed, q.scales, None, False), exact) < 1e-5
     xb = x.bfloat16()
     exact = quantize(xb, p).dequantize(torch.float64) @ q.dequantize(torch.float64).t()
     hardware, emulated = (product(p, xb, q.packed, q.scales, None, h) for h in (True, False))
@@ -70,7 +76,7 @@ def test_straight_through(device, profile):
     got = torch.autograd.grad(out, (x, w), grad)
     fake_x = fake_quantize(x, p) if p.bits == 8 else x
     want = fake_x @ fake_quantize(w, p, global_scale=q.global_scale).t()
-    assert error(out, want) < 1e-6
+    assert error(out, want) < in_fp32(profile, device)
     for a, b in zip(got, torch.autograd.grad(want, (x, w), grad), strict=True):
         assert a.dtype == b.dtype and error(a, b) < 1e-6
     assert aligned_linear(x, q.packed, q.scales, profile, global_scale=q.global_scale).requires_grad

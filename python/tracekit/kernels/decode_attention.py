@@ -6,6 +6,8 @@ merge weighs the splits. The bf16 kernel here is what kernels over packed pools 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -82,11 +84,24 @@ def _merge_kernel(
     tl.store(out_ptr + row * D + d, out.to(out_ptr.dtype.element_ty))
 
 
-def choose_splits(sequences: int, kv_heads: int, longest: int, programs: int, tile: int) -> tuple[int, int]:
-    """(splits, tokens a split): about `programs` programs of whole tiles, four at least."""
-    wanted = max(1, cdiv(programs, sequences * kv_heads))
-    tokens = max(cdiv(cdiv(longest, wanted), tile) * tile, 4 * tile)
-    return cdiv(longest, tokens), tokens
+@functools.lru_cache(1024)  # a decode step asks once a layer
+def choose_splits(sequences: int, kv_heads: int, longest: int, slots: int, tile: int) -> tuple[int, int]:
+    """(splits, tokens a split): whole tiles, four at least, such that programs fill whole rounds of `slots`.
+
+    `slots` programs run at once. A round costs the tokens of a split and what starting and merging one costs, taken as
+    two tiles; of numbers of splits that cost the same within 2 %, the smallest.
+    """
+    least = 4 * tile
+    best, least_cost = (1, max(cdiv(longest, tile) * tile, least)), float("inf")
+    for wanted in range(1, max(1, cdiv(longest, least)) + 1):
+        tokens = max(cdiv(cdiv(longest, wanted), tile) * tile, least)
+        n = max(1, cdiv(longest, tokens))
+        cost = cdiv(sequences * kv_heads * n, slots) * (tokens + 2 * tile)
+        if cost < 0.98 * least_cost:
+            best, least_cost = (n, tokens), cost
+        if sequences * kv_heads * n > 8 * slots:
+            break
+    return best
 
 
 def split_buffers(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
@@ -131,7 +146,7 @@ def launch_bf16(
     """Attention over pools [slots, Hkv, D] of bf16 or fp16; `splits` is (number, tokens each)."""
     b, hq, d = q.shape
     heads = k.shape[1]
-    n, tokens = splits or choose_splits(b, heads, longest, 8 * processors(q), tile)
+    n, tokens = splits or choose_splits(b, heads, longest, 3 * processors(q), tile)
     part, lse = split_buffers(q, n)
     _bf16_split_kernel[(b * heads, n)](
         q.contiguous(), k, v, table, lengths, part, lse, scale * LOG2_E, table.stride(0), n, tokens,
