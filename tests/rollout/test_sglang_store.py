@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from tracekit.rollout.sglang import stopwatch
 from tracekit.rollout.sglang.capture import Column, split
+from tracekit.rollout.sglang.stopwatch import Stopwatch, busy_share
 from tracekit.rollout.sglang.store import SlotStore
 
 
@@ -50,3 +52,17 @@ def test_rows_come_apart_into_their_columns():
     got = split(rows, columns)
     np.testing.assert_array_equal(got["a"], a)
     np.testing.assert_array_equal(got["b"], b)
+
+
+def test_the_stopwatch_tells_the_share_of_the_time(tmp_path, monkeypatch):
+    assert Stopwatch.from_environment() is None
+    monkeypatch.setenv(stopwatch.VARIABLE, str(tmp_path / "times"))
+    monkeypatch.setattr(stopwatch, "EVERY", 0.0)
+    now = iter(range(100))
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: float(next(now)))
+    watch = Stopwatch.from_environment()
+    work = watch.wrap(lambda x: x + 1, forward=True)
+    assert [work(i) for i in range(4)] == [1, 2, 3, 4]  # from 0 to 1, from 2 to 3, ...
+    assert watch.forwards == 4 and busy_share(tmp_path / "times", 1, 7) == 0.5
+    with pytest.raises(ValueError, match="1 lines"):
+        busy_share(tmp_path / "times", 0, 2)

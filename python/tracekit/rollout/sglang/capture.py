@@ -33,6 +33,7 @@ class Rounder:
             self.buffers[f"{site.name}/scales"] = self._empty(tokens, *planes, site.scale_row, device=device)
         self._scales = {name: torch.tensor([g], device=device) for name, g in settings.static_scales.items()}
         self._kept: dict[str, Tensor] = {}
+        self._seen: dict[int, list[Tensor]] = {}
 
     @staticmethod
     def _empty(*shape: int, device: torch.device) -> Tensor:
@@ -68,13 +69,18 @@ class Rounder:
     def take(self, count: int) -> Tensor:
         """The last forward's first `count` rows as one tensor u8 [count, R], which `columns` takes apart. It is a copy:
         the buffers are written again while it travels."""
-        parts = []
-        for name in self.columns:
-            if name.endswith("/x"):
-                parts.append(self._kept[name.removesuffix("/x")][:count].float().flatten(1).view(torch.uint8))
-            else:
-                parts.append(self.buffers[name][:count].flatten(1))
-        return torch.cat(parts, 1)
+        if self.settings.keep_activations:
+            kept = [self._kept[s.name][:count].float().flatten(1).view(torch.uint8) for s in self.settings.sites]
+            return torch.cat([*self._views(count), *kept], 1)
+        return torch.cat(self._views(count), 1)
+
+    def _views(self, count: int) -> list[Tensor]:
+        """[count, bytes] of each buffer; decode batches come back to the same few counts."""
+        if count not in self._seen:
+            if len(self._seen) >= 1024:
+                self._seen.clear()
+            self._seen[count] = [buffer[:count].flatten(1) for buffer in self.buffers.values()]
+        return self._seen[count]
 
     @property
     def columns(self) -> dict[str, Column]:

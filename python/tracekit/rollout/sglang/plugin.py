@@ -25,6 +25,7 @@ from tracekit.errors import EngineError
 from tracekit.rollout.sglang.capture import Rounder
 from tracekit.rollout.sglang.handover import Finished, Handover
 from tracekit.rollout.sglang.settings import Settings
+from tracekit.rollout.sglang.stopwatch import Stopwatch
 from tracekit.rollout.sglang.store import Found, SlotStore
 
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -122,6 +123,10 @@ class Plugin:
             out.routed_experts_output = ride
         return out
 
+    def arrived(self, slots: torch.Tensor, rows: torch.Tensor, version: int) -> None:
+        """Rows of a forward are on the host."""
+        self.store.put(slots.cpu().numpy(), rows.cpu().numpy(), version)
+
     def rows(self, pool: object, req: object, count: int) -> Found:
         """Rows of a request's first `count` tokens; `pool` is the engine's table of their slots."""
         number = req.kv.req_pool_idx if hasattr(getattr(req, "kv", None), "req_pool_idx") else req.req_pool_idx
@@ -166,7 +171,7 @@ class Ride:
         """The copies have arrived."""
         if self.inner is not None:
             self.inner.finalize()
-        self.plugin.store.put(self.slots.cpu().numpy(), self.rows.cpu().numpy(), self.version)
+        self.plugin.arrived(self.slots, self.rows, self.version)
 
 
 def refuse_unsupported(args: object) -> None:
@@ -216,6 +221,11 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     plugin = Plugin(settings)
+    if (watch := Stopwatch.from_environment()) is not None:
+        plugin.forward = watch.wrap(plugin.forward, forward=True)
+        plugin.finished = watch.wrap(plugin.finished)
+        plugin.pushed_out = watch.wrap(plugin.pushed_out)
+        plugin.arrived = watch.wrap(plugin.arrived)
 
     def hook(target: str, function, kind) -> None:
         plugin.targets.append(target)
