@@ -72,3 +72,14 @@ def test_settings_survive_their_file_and_the_digest_tells_them_apart(model):
 def test_servers_of_the_configuration_are_checked(flags, message, capsys):
     assert main(["train", "--dry-run", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not installed, reason="SGLang is not installed")
+@pytest.mark.parametrize(("context", "warms_up"), [(32, False), (4096, True)])
+def test_a_model_with_a_tokenizer_is_asked_in_text(model, context, warms_up):
+    assert "--skip-tokenizer-init" in serve.command([str(model)])[0]
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": context}))
+    (model / "tokenizer.json").write_text("{}")
+    flags = serve.command([str(model)])[0]
+    assert "--skip-tokenizer-init" not in flags
+    assert ("--skip-server-warmup" in flags) is not warms_up

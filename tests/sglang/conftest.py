@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tracekit import config as tk
+from tracekit.guidance import verify
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -65,6 +66,9 @@ def served(tmp_path_factory):
     engine.load(learner.publish())
     yield SimpleNamespace(engine=engine, settings=settings, learner=learner, scales=scales, folder=out / "guidance")
     engine.shutdown()
+    for step in (out / "guidance").iterdir():
+        reports = verify(step) if list(step.glob("*.tkg*")) else []
+        assert all(report["sealed"] for report in reports), f"{step}: the engine ended without sealing it"
 
 
 @pytest.fixture

@@ -124,6 +124,32 @@ def test_a_request_that_ends_before_its_first_token_leaves_nothing(served, ask, 
     assert not list((served.folder / "aborted").glob("*"))
 
 
+def test_a_request_that_is_pushed_out_and_then_aborted_leaves_nothing(served, ask, recomputed):
+    """Both are taken off the engine in mid-response; one is aborted while it waits, the other goes on."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    engine = served.engine._engine
+    ended = []
+
+    async def flow(manager):
+        options = {"temperature": 0.0, "max_new_tokens": 140, "ignore_eos": True}
+        running = engine.async_generate(
+            input_ids=prompt(10, seed=9), sampling_params=options, rid="pushed_out/r0", return_routed_experts=True
+        )
+        task = asyncio.create_task(running)
+        await asyncio.sleep(0.4)
+        await manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+        manager.abort_request(rid="pushed_out/r0")
+        ended.extend(await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 60))
+        await manager.continue_generation(ContinueGenerationReqInput())
+
+    result = ask([prompt(10)], 140, flow=flow, flush=True)
+    recomputed(result)
+    (end,) = ended
+    assert isinstance(end, Exception) or end["meta_info"]["finish_reason"]["type"] == "abort"
+    assert not list((served.folder / "pushed_out").glob("*"))
+
+
 def test_a_published_version_is_served_and_the_old_prefixes_are_gone(served, ask, recomputed):
     first = ask([prompt(30)], 2, flush=True)
     with torch.no_grad():

@@ -18,8 +18,11 @@ import torch
 
 from tracekit import config as tk
 from tracekit.errors import EngineError
+from tracekit.guidance import verify
+from tracekit.tasks.tokenizer import PRINTABLE, CharTokenizer
 
-EOS, LAYERS, VOCABULARY = 1, 2, 64
+TOKENIZER = CharTokenizer(PRINTABLE[:60])
+EOS, LAYERS, VOCABULARY = TOKENIZER.eos_id, 2, TOKENIZER.vocab_size
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None,
@@ -64,6 +67,7 @@ def served(tmp_path_factory):
     from tracekit.rollout.record import make_schema
     from tracekit.rollout.sglang.servers import SGLangServers
     from tracekit.rollout.sglang.settings import FILE, Settings
+    from tracekit.tasks.tokenizer_hf import save_hf_tokenizer
 
     out = tmp_path_factory.mktemp("servers")
     config = tk.load([tk.quickstart()], {"rollout.engine": "sglang", "model.n_layers": LAYERS})
@@ -75,6 +79,7 @@ def served(tmp_path_factory):
         save_hf(folder, learner.model, config.model, VOCABULARY, weights, eos_id=EOS, pad_id=0)
 
     save(out / "engine_model", learner.publish())
+    save_hf_tokenizer(out / "engine_model", TOKENIZER, max_len=config.model.max_seq_len)
     settings = Settings(
         folder=str(out / "guidance"),
         experts=config.quant.experts,
@@ -135,6 +140,17 @@ def test_a_server_shakes_hands_and_records_what_it_samples(served):
         assert set(data[name].policy_version) == {3}
     assert np.isfinite(rollouts.logp_mu[rollouts.sampled]).all() and (rollouts.logp_mu[rollouts.sampled] < 0).all()
     assert rollouts.topk_ids.shape[-1] == 8
+
+
+def test_it_serves_text_too(served):
+    text = "0 1\n+ 2  7b"
+    body = {"text": text, "sampling_params": {"temperature": 0.0, "max_new_tokens": 6}, "return_logprob": True}
+    body["logprob_start_len"] = 0
+    out = served.engine._post(served.engine.urls[0], "generate", body)
+    asked = [entry[1] for entry in out["meta_info"]["input_token_logprobs"]]
+    assert asked == TOKENIZER.encode_prompt(text)
+    letters = [i for i in out["output_ids"] if i >= 4]
+    assert out["text"] == "".join(TOKENIZER.alphabet[i - 4] for i in letters)
 
 
 def snippets():
@@ -236,3 +252,6 @@ def test_a_server_that_is_started_again_serves_the_same_run(served):
     shake_hands(engine, VOCABULARY)
     rollouts = ask(engine, "again")
     assert json.dumps(rollouts.trajectory) == json.dumps([f"r{i}" for i in range(6)])
+    served.process.terminate()  # it ends by itself, and leaves a whole dataset
+    served.process.wait(60)
+    assert all(report["sealed"] and not report["damage"] for report in verify(served.out / "guidance" / "again"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,10 @@ options:
   --port PORT       (default 30000)
   -h, --help        this text
 """
+
+
+WARMUP = 64
+"""Context that SGLang's first request, a short sentence, fits into even at a token a letter."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -55,6 +60,10 @@ def command(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         del rest[at : at + 2]
     settings = Settings.load(path)
     flags, environment = server_flags(), settings.to_environment()
+    if (model / "tokenizer.json").is_file():
+        del flags["--skip-tokenizer-init"]  # text prompts can be served too
+        if json.loads((model / "config.json").read_text()).get("max_position_embeddings", WARMUP) < WARMUP:
+            flags["--skip-server-warmup"] = ""
     if "cpu" == flags.get("--device"):
         environment[platform.VARIABLE] = "1"
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")

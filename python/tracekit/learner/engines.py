@@ -54,6 +54,7 @@ def _sglang(config, run, learner, tokenizer, weights, static_scales):
     from tracekit.rollout.sglang.engine import SGLangEngine
     from tracekit.rollout.sglang.servers import SGLangServers
     from tracekit.rollout.sglang.settings import FILE, Settings
+    from tracekit.tasks.tokenizer_hf import save_hf_tokenizer
 
     folder = run.path / "engine_model"
     ids = {"eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
@@ -62,6 +63,7 @@ def _sglang(config, run, learner, tokenizer, weights, static_scales):
         save_hf(folder, learner.model, config.model, learner.vocab_size, weights, **ids)
 
     save(folder, weights)
+    save_hf_tokenizer(folder, tokenizer, max_len=config.model.max_seq_len)
     settings = Settings(
         folder=str(run.guidance.resolve()),
         experts=None if config.quant.experts == "none" else config.quant.experts,

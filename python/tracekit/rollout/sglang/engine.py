@@ -17,6 +17,9 @@ from tracekit.rollout.protocol import PublishedWeights, Rollouts
 from tracekit.rollout.sglang import platform
 from tracekit.rollout.sglang.settings import Settings
 
+SEAL_SECONDS = 30
+"""How long a scheduler that ends may take to seal its last dataset."""
+
 
 class SGLangEngine:
     """`protocol.Engine` over `sglang.Engine`. The plugin inside it writes guidance; see `generate`."""
@@ -136,7 +139,18 @@ class SGLangEngine:
         return [self]
 
     def shutdown(self) -> None:
-        """End the engine's processes."""
+        """End the engine's processes. Its schedulers first: SGLang would kill them before their last dataset is
+        sealed."""
+        import psutil
+
+        watchdog = getattr(self._engine.tokenizer_manager, "_subprocess_watchdog", None)
+        if watchdog is not None:
+            watchdog.stop()  # it takes a child's end for a crash
+        ours = psutil.Process().children(recursive=True)
+        schedulers = [child for child in ours if "".join(child.cmdline()[:1]).startswith("sglang::scheduler")]
+        for scheduler in schedulers:
+            scheduler.terminate()
+        psutil.wait_procs(schedulers, timeout=SEAL_SECONDS)
         self._engine.shutdown()
 
     def _ask(self, request: dict[str, Any], group_size: int) -> list[dict[str, Any]]:

@@ -18,6 +18,9 @@ from tracekit.rollout.sglang.store import Found
 
 logger = logging.getLogger(__name__)
 
+CLOSE_SECONDS = 60
+"""The longest that an ending process waits for the disk."""
+
 
 @dataclass(slots=True)
 class Finished:
@@ -52,9 +55,9 @@ class Handover:
             raise RuntimeError(f"tracekit: guidance can't be written any more: {self._error}") from self._error
 
     def close(self) -> None:
-        """Write what is queued and seal the last dataset."""
+        """Write what is queued and seal the last dataset; again: nothing."""
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)
 
     def _work(self) -> None:
         writer: GuidanceWriter | None = None

@@ -18,6 +18,12 @@ checks that the others are in place and stops the engine otherwise.
 
 from __future__ import annotations
 
+import multiprocessing.util
+import os
+import signal
+import threading
+from weakref import WeakKeyDictionary
+
 import numpy as np
 import torch
 
@@ -45,8 +51,9 @@ class Plugin:
         self.version = 0
         self._inside: int | None = None
         """Layer whose experts run now."""
-        self._kept: dict[str, Found] = {}
-        """Rows of requests that were pushed out, by request id."""
+        self._kept: WeakKeyDictionary[object, Found] = WeakKeyDictionary()
+        """Rows of requests that were pushed out. One that is aborted while it waits reaches no hook: the engine just
+        forgets it, and so must this."""
 
     # -- start
 
@@ -67,6 +74,7 @@ class Plugin:
         self.store = SlotStore(slots)
         if self.settings.sites:
             self.handover = Handover(self.settings, self.rounder.columns)
+            seal_at_end(self.handover)
 
     def updated(self, weight_version: str | None) -> None:
         """Weights have come, from tensors, a disk or another process; parts of an update carry no version."""
@@ -139,11 +147,11 @@ class Plugin:
         count = len(req.origin_input_ids) + len(req.output_ids) - 1
         if not req.output_ids or count < 1:
             return
-        self._kept[req.rid] = self.rows(req_to_token_pool, req, count).behind(self._kept.get(req.rid))
+        self._kept[req] = self.rows(req_to_token_pool, req, count).behind(self._kept.get(req))
 
     def finished(self, pool: object, req: object) -> None:
         """A request has ended and still holds its slots: hand its rows over."""
-        kept = self._kept.pop(req.rid, None)
+        kept = self._kept.pop(req, None)
         step, _, trajectory = req.rid.partition("/")
         if self.handover is None or not trajectory:
             return
@@ -172,6 +180,21 @@ class Ride:
         if self.inner is not None:
             self.inner.finalize()
         self.plugin.arrived(self.slots, self.rows, self.version)
+
+
+def seal_at_end(handover: Handover) -> None:
+    """Close `handover` when this process returns, fails or is told to end by SIGTERM."""
+    # A process that multiprocessing started runs these finalizers, and no atexit function.
+    multiprocessing.util.Finalize(None, handover.close, exitpriority=10)
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def end(number, _frame):
+        handover.close()
+        signal.signal(number, before if callable(before) else signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    before = signal.signal(signal.SIGTERM, end)
 
 
 def refuse_unsupported(args: object) -> None:
