@@ -13,7 +13,7 @@ from tracekit.rollout.sglang.capture import Column
 from tracekit.rollout.sglang.handover import Finished, Handover
 from tracekit.rollout.sglang.plugin import seal_at_end
 from tracekit.rollout.sglang.settings import Settings
-from tracekit.rollout.sglang.store import Found
+from tracekit.rollout.sglang.store import SlotStore
 
 SITE = SiteSpec(
     name="layers.0.moe_input", planes=1, width=32, profile="nvfp4-exact", block=16, bits=1, global_scale=1.0
@@ -26,8 +26,9 @@ COLUMNS = {
 
 def finished(name, count=5):
     rows = np.random.default_rng(0).integers(0, 256, (count, SITE.code_row + SITE.scale_row), np.uint8)
-    found = Found([rows], np.zeros(count, np.int64), np.arange(count), np.zeros(count, np.int64))
-    return Finished(step="step_1", trajectory=name, tokens=np.arange(count + 1), rows=found)
+    store = SlotStore(count, rows.shape[1])
+    store.put(np.arange(count), rows, 0)
+    return Finished(step="step_1", trajectory=name, tokens=np.arange(count + 1), rows=store.find(np.arange(count)))
 
 
 def scheduler(folder, ending):

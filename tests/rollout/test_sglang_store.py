@@ -1,5 +1,7 @@
 """What the SGLang plugin keeps on the host: rows by KV slot, found and gathered."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -9,39 +11,71 @@ from tracekit.rollout.sglang.stopwatch import Stopwatch, busy_share
 from tracekit.rollout.sglang.store import SlotStore
 
 
-def test_rows_are_the_last_of_their_slots_and_memory_follows_the_slots():
+def test_rows_are_the_last_of_their_slots_and_memory_does_not_grow():
     rng, slots, width = np.random.default_rng(0), 40, 7
-    store, last = SlotStore(slots), {}
+    store, last = SlotStore(slots, width), {}
     for version in range(200):
         some = rng.integers(0, slots, rng.integers(1, 12))  # with duplicates, as padding has
         rows = rng.integers(0, 256, (len(some), width), dtype=np.uint8)
         store.put(some, rows, version)
         last |= {int(slot): (row, version) for slot, row in zip(some, rows, strict=True)}
         asked = rng.permutation(list(last))
-        found = store.find(asked)
-        np.testing.assert_array_equal(found.gather(), [last[int(s)][0] for s in asked])
-        assert found.versions.tolist() == [last[int(s)][1] for s in asked]
-        assert store.bytes <= slots * 12 * width
-    store.put(np.arange(slots), np.zeros((slots, width), np.uint8), 0)
-    assert store.bytes == slots * width
+        found, versions = store.find(asked).result()
+        np.testing.assert_array_equal(found, [last[int(s)][0] for s in asked])
+        assert versions.tolist() == [last[int(s)][1] for s in asked]
+        assert store.bytes == slots * width
+    store.close()
 
 
 def test_what_was_found_outlives_its_slots():
-    store = SlotStore(4)
+    store = SlotStore(4, 2)
     store.put(np.arange(4), np.full((4, 2), 1, np.uint8), 1)
     early = store.find(np.arange(3))
     store.put(np.arange(4), np.full((4, 2), 2, np.uint8), 2)
     late = store.find(np.arange(4)).behind(early)
-    assert early.gather().tolist() == [[1, 1]] * 3
-    assert late.gather().tolist() == [[1, 1]] * 3 + [[2, 2]] and late.versions.tolist() == [1, 1, 1, 2]
-    assert late.behind(None) is late
+    again = store.find(np.arange(2)).behind(late)  # pushed out twice
+    assert early.result()[0].tolist() == [[1, 1]] * 3
+    rows, versions = late.result()
+    assert rows.tolist() == [[1, 1]] * 3 + [[2, 2]] and versions.tolist() == [1, 1, 1, 2]
+    assert again.result()[0].tolist() == [[1, 1]] * 2
+    assert store.find(np.arange(4)).behind(None).result()[1].tolist() == [2] * 4
 
 
-def test_a_slot_that_nothing_filled_is_an_error():
-    store = SlotStore(4)
+def test_a_slot_that_nothing_filled_is_an_error_of_that_request():
+    store = SlotStore(4, 2)
     store.put(np.array([1]), np.zeros((1, 2), np.uint8), 0)
     with pytest.raises(KeyError):
-        store.find(np.array([1, 3]))
+        store.find(np.array([1, 3])).result()
+    assert store.find(np.array([1])).result()[0].tolist() == [[0, 0]]
+
+
+def test_rows_that_do_not_fit_stop_the_engine_at_the_next_forward():
+    store = SlotStore(4, 2)
+    store.put(np.array([9]), np.zeros((1, 2), np.uint8), 0)
+    store.find(np.array([], np.int64)).result()  # the thread has come this far, and goes on
+    with pytest.raises(RuntimeError, match="rows can't be kept"):
+        store.put(np.array([1]), np.zeros((1, 2), np.uint8), 0)
+
+
+def test_a_store_that_falls_behind_holds_its_user_back(monkeypatch):
+    monkeypatch.setattr(SlotStore, "WAITING", 2)
+    store, gate = SlotStore(4, 2), threading.Event()
+    monkeypatch.setattr(store, "_fill", lambda found: gate.wait())
+    store.find(np.arange(1))
+    done = []
+
+    def many():
+        for i in range(5):
+            store.put(np.array([i % 4]), np.full((1, 2), i, np.uint8), i)
+            done.append(i)
+
+    thread = threading.Thread(target=many)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive() and len(done) <= 3
+    gate.set()
+    thread.join(10)
+    assert done == [0, 1, 2, 3, 4]
 
 
 def test_rows_come_apart_into_their_columns():

@@ -18,7 +18,7 @@ def test_a_request_that_is_forgotten_while_it_waits_leaves_no_rows():
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     plugin = Plugin(Settings(folder="nowhere"))
-    plugin.store = SlotStore(64)
+    plugin.store = SlotStore(64, 4)
     plugin.store.put(np.arange(16), np.zeros((16, 4), np.uint8), 0)
     req = Req("step/r0", "", array("q", range(8)), SamplingParams(max_new_tokens=8), vocab_size=64)
     req.output_ids.extend([1, 2, 3])

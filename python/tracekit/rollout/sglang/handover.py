@@ -80,7 +80,8 @@ class Handover:
             writer.close()
 
     def _write(self, writer: GuidanceWriter, item: Finished) -> None:
-        arrays, versions = split(item.rows.gather(), self.columns), item.rows.versions
+        rows, versions = item.rows.result()
+        arrays = split(rows, self.columns)
         if self.settings.keep_activations:  # before the record, which tells others that all is there
             self._write_activations(item, arrays, versions)
         trajectory = writer.begin(item.trajectory, token_ids=item.tokens, policy_version=int(versions.min()))

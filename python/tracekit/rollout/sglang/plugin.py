@@ -71,8 +71,8 @@ class Plugin:
         if hasattr(runner, "kv_index_translator"):
             slots = max(slots, runner.kv_index_translator.capture_token_capacity(runner.max_token_pool_size))
         self.rounder = Rounder(self.settings, tokens, torch.device(runner.device))
-        self.store = SlotStore(slots)
         if self.settings.sites:
+            self.store = SlotStore(slots, sum(column.bytes for column in self.rounder.columns.values()))
             self.handover = Handover(self.settings, self.rounder.columns)
             seal_at_end(self.handover)
 
@@ -118,7 +118,7 @@ class Plugin:
 
     def forward(self, out: object, runner: object, batch: object) -> object:
         """Lets the rows of this forward ride with the engine's own output."""
-        if runner.is_draft_worker or self.store is None or not self.settings.sites:
+        if runner.is_draft_worker or self.store is None:
             return out
         slots = getattr(batch, "out_cache_loc_virtual", None)
         slots = batch.out_cache_loc if slots is None else slots

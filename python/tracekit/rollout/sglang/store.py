@@ -1,108 +1,111 @@
-"""Host memory of what each forward rounded: blocks as they came, found again by KV slot."""
+"""Host memory of what each forward rounded, by KV slot."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import queue
+import threading
 
 import numpy as np
 
-ROW_BITS = 24
-"""A row's number within its block; the block's number lies above."""
 
-
-@dataclass(slots=True)
-class Block:
-    """The rows of one forward, u8 [T, R], and the policy version that computed them."""
-
-    rows: np.ndarray
-    version: int
-
-
-@dataclass(slots=True)
 class Found:
-    """Rows of some tokens: where they lie. It holds their blocks, so slots may be written again before `gather`."""
+    """Rows of some tokens, as they were when they were asked for; slots may be written again at once."""
 
-    blocks: list[np.ndarray]
-    which: np.ndarray
-    """int64 [n]: the block of each token."""
-    at: np.ndarray
-    """int64 [n]: its row there."""
-    versions: np.ndarray
-    """int64 [n]: the policy version that computed it."""
+    def __init__(self, slots: np.ndarray) -> None:
+        self.slots = slots
+        self._first: Found | None = None
+        self._ready = threading.Event()
+        self._rows = np.empty((0, 0), np.uint8)
+        self._versions = np.empty(0, np.int64)
+        self._error: BaseException | None = None
 
     def __len__(self) -> int:
-        return len(self.which)
+        return len(self.slots)
 
     def behind(self, first: Found | None) -> Found:
         """These tokens' rows, but those of `first` for as many tokens as it has."""
-        if first is None:
-            return self
-        n = min(len(first), len(self))
-        return Found(
-            blocks=first.blocks + self.blocks,
-            which=np.concatenate([first.which[:n], self.which[n:] + len(first.blocks)]),
-            at=np.concatenate([first.at[:n], self.at[n:]]),
-            versions=np.concatenate([first.versions[:n], self.versions[n:]]),
-        )
+        self._first = first
+        return self
 
-    def gather(self) -> np.ndarray:
-        """The rows themselves, u8 [n, R]."""
-        out = np.empty((len(self), self.blocks[0].shape[1] if self.blocks else 0), np.uint8)
-        order = np.argsort(self.which, kind="stable")
-        ends = np.searchsorted(self.which[order], np.arange(len(self.blocks)), side="right")
-        for block, tokens in zip(self.blocks, np.split(order, ends), strict=False):
-            out[tokens] = block[self.at[tokens]]
-        return out
+    def result(self) -> tuple[np.ndarray, np.ndarray]:
+        """The rows u8 [n, R] and the policy versions int64 [n] that computed them; waits until they are there.
+
+        Raises KeyError for a slot that no forward has filled.
+        """
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
+        if self._first is not None:
+            rows, versions = self._first.result()
+            n = min(len(rows), len(self))
+            self._rows[:n], self._versions[:n] = rows[:n], versions[:n]
+            self._first = None
+        return self._rows, self._versions
 
 
 class SlotStore:
-    """Rows by KV slot. A forward's rows are kept where they arrived; only a table of slots is written.
+    """A row a slot, in one array that is as large as the engine's cache and never grows.
 
-    A slot that is written again forgets its old row. Blocks that no slot points to are looked for every
-    `sweep_rows` rows, not at each forward, so that memory follows the engine's own cache and a decode step costs the
-    scheduler a few microseconds. One thread (the scheduler's) uses it.
+    The scheduler's thread only queues; a thread of the store's own writes rows to their slots and reads them, in the
+    order in which it was told, so that what a request has at its end is read before its slots are written again. Rows
+    that arrive in pinned memory give it back soon. The queue is bounded: a store that falls behind holds the scheduler
+    back rather than growing or losing rows.
     """
 
-    def __init__(self, slots: int) -> None:
-        self._where = np.full(slots, -1, np.int64)
-        self._blocks: dict[int, Block] = {}
-        self._next = 0
-        self._rows = np.arange(1024)
-        self._unswept = 0
-        self.sweep_rows = max(1, min(slots // 2, 1 << 16))
+    WAITING = 256
+    """Forwards and requests that may wait for the store's thread."""
+
+    def __init__(self, slots: int, row_bytes: int) -> None:
+        self._rows = np.zeros((slots, row_bytes), np.uint8)
+        self._versions = np.full(slots, -1, np.int64)
+        self._queue: queue.Queue = queue.Queue(self.WAITING)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="tracekit-slots", daemon=True)
+        self._thread.start()
 
     def put(self, slots: np.ndarray, rows: np.ndarray, version: int) -> None:
-        """Keep `rows` [T, R], row i for slot `slots[i]`. Later duplicates of a slot (padding) win."""
-        count = len(slots)
-        if count > len(self._rows):
-            self._rows = np.arange(2 * count)
-        self._where[slots] = self._rows[:count] + (self._next << ROW_BITS)
-        self._blocks[self._next] = Block(rows, version)
-        self._next += 1
-        self._unswept += count
-        if self._unswept >= self.sweep_rows:
-            self._sweep()
-
-    def _sweep(self) -> None:
-        """Drop the blocks that no slot points to."""
-        first = next(iter(self._blocks))
-        live = np.zeros(self._next - first, bool)
-        filled = self._where[self._where >= 0]
-        live[(filled >> ROW_BITS) - first] = True
-        self._blocks = {n: block for n, block in self._blocks.items() if live[n - first]}
-        self._unswept = 0
+        """Keep `rows` [T, R], row i for slot `slots[i]`; both belong to the store from now on. Later duplicates of a
+        slot (padding) win. Raises what stopped the store's thread."""
+        if self._error is not None:
+            raise RuntimeError(f"tracekit: rows can't be kept any more: {self._error}") from self._error
+        self._queue.put((slots, rows, version))
 
     def find(self, slots: np.ndarray) -> Found:
-        """Where the rows of `slots` [n] are. Raises KeyError for a slot that no forward has filled."""
-        where = self._where[slots]
-        if (where < 0).any():
-            raise KeyError(int(slots[np.flatnonzero(where < 0)[0]]))
-        numbers, which = np.unique(where >> ROW_BITS, return_inverse=True)
-        blocks = [self._blocks[int(number)] for number in numbers]
-        versions = np.array([block.version for block in blocks], np.int64)[which]
-        return Found([block.rows for block in blocks], which, where & ((1 << ROW_BITS) - 1), versions)
+        """The rows of `slots` [n] as they are now."""
+        found = Found(slots)
+        self._queue.put(found)
+        return found
+
+    def close(self) -> None:
+        """End the thread after what is queued."""
+        self._queue.put(None)
+        self._thread.join()
 
     @property
     def bytes(self) -> int:
-        """Of all blocks."""
-        return sum(block.rows.nbytes for block in self._blocks.values())
+        """Of all rows."""
+        return self._rows.nbytes
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                if isinstance(item, Found):
+                    self._fill(item)
+                else:
+                    slots, rows, version = item
+                    self._rows[slots] = rows
+                    self._versions[slots] = version
+            except BaseException as error:  # raised by the next put, on the scheduler's thread; finds go on
+                self._error = error
+            item = slots = rows = None  # or the last forward's pinned memory waits for the next
+
+    def _fill(self, found: Found) -> None:
+        try:
+            found._versions = self._versions[found.slots]
+            if (found._versions < 0).any():
+                raise KeyError(int(found.slots[np.flatnonzero(found._versions < 0)[0]]))
+            found._rows = self._rows[found.slots]
+        except BaseException as error:
+            found._error = error
+        finally:
+            found._ready.set()
