@@ -25,7 +25,7 @@ from tracekit.errors import ConfigError, DataError
 COMPLETE = "COMPLETE"
 """Name of the marker that makes a checkpoint's folder a checkpoint."""
 
-FREE_ON_RESUME = ("name", "out", "steps", "checkpoint.*", "log.*", "guidance.keep_steps")
+FREE_ON_RESUME = ("name", "out", "steps", "checkpoint.*", "log.*", "guidance.keep_steps", "guidance.byte_budget")
 """Keys that may differ when a run is resumed: none of them changes what a step computes."""
 
 _FOLDERS = ("checkpoints", "guidance", "rollouts", "logs", "warmstart")

@@ -17,6 +17,7 @@ from tracekit.learner.critic import Critic
 from tracekit.learner.engines import start_engine
 from tracekit.learner.learner import Learner
 from tracekit.learner.reference import Reference
+from tracekit.learner.retention import Retention
 from tracekit.learner.sampling import Sampled, Sampler, step_seed
 from tracekit.learner.state import LoopState
 from tracekit.learner.update import Experience, MiniStep, Update
@@ -56,6 +57,8 @@ class Loop:
         scales = {site: torch.tensor(g, device=learner.device) for site, g in state.static_scales.items()}
         static_scales = scales if config.quant.global_scale == "static" else None
         sites = [site.name for site in guided_sites(config)]
+        self.retention = Retention(config.guidance, run.guidance, note)
+        self.retention.adopt(state.step, state.guidance_bytes)
         self.engine = start_engine(config, run, learner, tokenizer, static_scales=static_scales)
         self.objective = objective or from_config(config.algo, config.rollout)
         if state.objective:
@@ -88,8 +91,12 @@ class Loop:
         """One RL step on prompts from `draw(count)`. Returns its metrics."""
         c = self.config
         self.timer.take()  # checkpoints and evaluations between steps are not the step's
+        folders = [self.sampler.folder(step)]
+        if self.sampler.sites:
+            self.retention.wait_room(self.state.guidance_bytes)
         if self.objective.state.x is None and c.algo.x_baseline_prompts:
             self.measure_baseline()
+            folders.append(self.sampler.folder(0))
         sampled = self.sampler.fill(draw, step)
         if c.log.rollouts:
             self.sampler.write_rollouts(sampled, step)
@@ -111,7 +118,8 @@ class Loop:
         out = self.rewards(sampled) | _merged(mini_steps, whole) | opened
         if self.sampler.sites:
             out["guidance/bytes_per_token"] = self.sampler.guidance_bytes / self.sampler.recorded_tokens
-            self.sampler.prune(step)
+            self.state.guidance_bytes = max(self.state.guidance_bytes, self.sampler.guidance_bytes)
+            out |= self.retention.read(step, folders, self.state.guidance_bytes)
         return out | self.timer.take()
 
     def experience(self, sampled: Sampled, step: int) -> tuple[Experience, dict[str, float]]:

@@ -197,17 +197,6 @@ class Sampler:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         partial.replace(path)
 
-    def prune(self, step: int) -> None:
-        """Remove the guidance of steps that no update will read again."""
-        keep = self.config.guidance.keep_steps
-        if keep < 0:
-            return
-        for folder in sorted(self.run.guidance.glob("step_*")):
-            if int(folder.name.removeprefix("step_")) <= step - keep:
-                for path in sorted(folder.rglob("*"), reverse=True):
-                    path.rmdir() if path.is_dir() else path.unlink()
-                folder.rmdir()
-
 
 def step_seed(seed: int, step: int) -> int:
     """Seed of everything that step `step` draws."""
