@@ -47,6 +47,7 @@ class RunFolder:
         self.checkpoints, self.guidance, self.rollouts, self.logs, self.warmstart = (path / name for name in _FOLDERS)
         self.metrics = path / "metrics.jsonl"
         self.log_file = self.logs / "train.log"
+        self.audits = self.logs / "audits.json"
         self.resumed_from: Path | None = None
         self.notes: list[str] = []
         self._lock: Any = None

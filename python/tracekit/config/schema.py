@@ -126,6 +126,9 @@ class GuidanceConfig:
     """Bytes that the run's guidance may take on disk; 0 is no limit. With a limit a step's guidance goes only after a
     checkpoint holds the step, those of `keep_steps` when their room is needed; a step that would not fit waits for a
     checkpoint that comes early."""
+    audit_every: int = 1024
+    """One token in this many is recorded whole, with its full codes and scales, and compared with the learner's own:
+    `tracekit guidance stats RUN` shows what came of it. 0 audits none. The in-process engine does it."""
 
 
 @dataclass(kw_only=True, slots=True)

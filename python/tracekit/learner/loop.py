@@ -13,6 +13,7 @@ import torch
 from tracekit.config import guided_sites
 from tracekit.config.schema import Config
 from tracekit.guidance import open_dataset
+from tracekit.learner.audits import StepAudit, add_audits, audit_metrics, write_audits
 from tracekit.learner.critic import Critic
 from tracekit.learner.engines import start_engine
 from tracekit.learner.learner import Learner
@@ -129,7 +130,10 @@ class Loop:
         if not sampled.keep.all():
             kept, rewards = kept.select(sampled.keep), rewards[sampled.keep]
         x = Experience.of(kept, rewards, reader)
-        opened = self.update.open(x)
+        audit = StepAudit(reader, kept) if reader and self.config.guidance.audit_every else None
+        opened = self.update.open(x, audit)
+        if audit is not None:
+            opened |= self.audited(audit, step)
         self.update.advantages(x)
         reference = None
         filtered = self.config.algo.overlong_filter or not sampled.keep.all()
@@ -141,6 +145,15 @@ class Loop:
             reference = [self.update.whole_batch(everything, filtered=False)]
         self.objective.begin_batch([self.update.whole_batch(x)], reference=reference)
         return x, opened
+
+    def audited(self, audit: StepAudit, step: int) -> dict[str, float]:
+        """Metrics of a step's audited tokens; the run's sums go to `logs/audits.json`."""
+        with self.timer.section("audit"):
+            sites = audit.finish()
+            add_audits(self.state.audits, sites)
+            if sites:
+                write_audits(self.run.audits, step, self.state.audits)
+        return audit_metrics(sites)
 
     def measure_baseline(self) -> None:
         """X on held-out problems, before anything is trained; their guidance is step 0's."""

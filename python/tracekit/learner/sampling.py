@@ -138,6 +138,7 @@ class Sampler:
                     step=step,
                     encoding=self.config.guidance.encoding,
                     first_prompt=first_prompt,
+                    audit_every=self.config.guidance.audit_every,
                 )
             tokens = int(rollouts.prompt_len[first].sum() + (rollouts.response_len - 1).sum())
         else:

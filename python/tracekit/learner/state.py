@@ -27,6 +27,8 @@ class LoopState:
     """Evaluation at the end of the warm start."""
     guidance_bytes: int = 0
     """Guidance of the largest step so far."""
+    audits: dict[str, Any] = field(default_factory=dict)
+    """Sums over the audited tokens of all steps, by site."""
 
     def state_dict(self) -> dict[str, Any]:
         """One pickled blob: a distributed checkpoint restores only the keys that exist when it is loaded, and these
