@@ -14,6 +14,7 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(RUN) pytest
 	cargo test --workspace --release
+	cargo test -p tracekit-guidance --release --features uring
 
 # A real engine on a CPU. Its pinned packages go beside the project's own, so it comes last in a shared environment.
 test-sglang: $(VENV)/.installed
@@ -22,6 +23,7 @@ test-sglang: $(VENV)/.installed
 
 lint: $(VENV)/.installed
 	cargo clippy --workspace --all-targets --release -- -D warnings
+	cargo clippy -p tracekit-guidance --all-targets --release --features uring -- -D warnings
 	cargo fmt --all --check
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .

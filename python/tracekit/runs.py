@@ -25,7 +25,7 @@ from tracekit.errors import ConfigError, DataError
 COMPLETE = "COMPLETE"
 """Name of the marker that makes a checkpoint's folder a checkpoint."""
 
-FREE_ON_RESUME = ("name", "out", "steps", "checkpoint.*", "log.*", "guidance.keep_steps")
+FREE_ON_RESUME = ("name", "out", "steps", "checkpoint.*", "log.*", "guidance.keep_steps", "guidance.byte_budget")
 """Keys that may differ when a run is resumed: none of them changes what a step computes."""
 
 _FOLDERS = ("checkpoints", "guidance", "rollouts", "logs", "warmstart")
@@ -47,6 +47,7 @@ class RunFolder:
         self.checkpoints, self.guidance, self.rollouts, self.logs, self.warmstart = (path / name for name in _FOLDERS)
         self.metrics = path / "metrics.jsonl"
         self.log_file = self.logs / "train.log"
+        self.audits = self.logs / "audits.json"
         self.resumed_from: Path | None = None
         self.notes: list[str] = []
         self._lock: Any = None

@@ -1,11 +1,15 @@
 """A small dataset with every kind of site, and the numbers that went into it."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tracekit.guidance import GuidanceSchema, GuidanceWriter, SiteSpec
+
+sys.path.insert(0, str(Path(__file__).parent))  # shared modules, under any pytest import mode
 
 
 def make_schema(**user):

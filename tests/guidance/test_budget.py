@@ -92,3 +92,26 @@ def test_a_restarted_process_finds_all_since_its_last_checkpoint(tmp_path, store
         again.retain(f"step{n}")
         again.consumed(n, f"step{n}")
     assert again.checkpointed(2) == ["step1", "step2"]
+
+
+def test_what_is_kept_beyond_its_use_gives_way_oldest_first(tmp_path, store):
+    budget = GuidanceBudget(tmp_path)
+    for n in range(4):
+        step(budget, store, n)
+        budget.consumed(n, f"step{n}")
+    assert budget.checkpointed(3, keep=2) == ["step0", "step1"]
+    size = budget.usage() // 2
+    budget.byte_budget = 3 * size
+    budget.expect(size)
+    assert not budget.wants_checkpoint and budget.checkpointed(3, keep=-1) == []
+    budget.expect(2 * size)
+    assert not budget.wants_checkpoint, "no checkpoint makes room: what lies there is safe already"
+    budget.wait_room(2 * size, timeout=0)
+    assert os.listdir(tmp_path) == ["step3"]
+    step(budget, store, 4)
+    budget.consumed(4, "step4")
+    assert budget.wants_checkpoint
+    with pytest.raises(DataError, match="1 folders wait for a checkpoint"):
+        budget.wait_room(3 * size, timeout=0)
+    budget.expect(3 * size)
+    assert budget.checkpointed(4, keep=2) == ["step4"] and not budget.wants_checkpoint

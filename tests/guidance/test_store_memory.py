@@ -76,7 +76,8 @@ def test_a_stream_keeps_the_writer_small():
 
 @pytest.mark.long
 def test_a_stream_of_50_gb_keeps_the_writer_small():
-    stream(50_000_000_000)
+    told = stream(50_000_000_000)
+    assert told["stalls"] > 0 and told["queued_peak"] > QUEUE // 2, "the queue was full: the producer had to wait"
 
 
 def slice_cost(folder, trajectories):

@@ -112,7 +112,9 @@ def _lengths(config: tk.Config) -> tuple[float, float]:
 
 
 def _kept(config: tk.Config, per_step: int) -> str:
-    keep = config.guidance.keep_steps
+    keep, budget = config.guidance.keep_steps, config.guidance.byte_budget
+    if budget:
+        return f"at most {_size(budget)} (guidance.byte_budget); checkpoints come early where a step would not fit"
     if keep < 0:
         return f"at most {_size(per_step * config.steps)}, all {config.steps} steps are kept"
     return f"at most {_size(per_step * min(config.steps, keep + 1))}, {keep} steps stay after the current one"

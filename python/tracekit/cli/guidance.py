@@ -133,7 +133,12 @@ def _stats(folder: str, args: argparse.Namespace) -> int:
     sites = audit(reader, lambda traj_id, site, _: arrays.get((traj_id, site)))
     if not sites:
         raise DataError(f"{args.activations} has no activations of {folder}: name its arrays 'trajectory|site'")
-    print(f"{folder}: {len(sites)} sites audited; e: share of values an encoding gets wrong")
+    _audit_table(folder, sites)
+    return 0
+
+
+def _audit_table(where: str, sites: dict[str, Any]) -> None:
+    print(f"{where}: {len(sites)} sites audited; e: share of values an encoding gets wrong")
     print("  rule: the smallest encoding with e <= max(3.5 sigma^2, e of lossless), at most 1% of rows given up and")
     print("  more than 99% of flips adjacent")
     print(
@@ -145,7 +150,6 @@ def _stats(folder: str, args: argparse.Namespace) -> int:
             f"  {name:<28}  {s.flip_rate:<7.3%}  {s.adjacency:<8.3%}  {s.scale_flip_rate:<11.3%}  {s.sigma:<8.2%}  "
             f"{errors} -> {s.affordable()}"
         )
-    return 0
 
 
 def _publish(folder: str, args: argparse.Namespace) -> int:
@@ -165,7 +169,19 @@ def _publish(folder: str, args: argparse.Namespace) -> int:
     return 0
 
 
-inspect, verify, recover, stats = each(_inspect), each(_verify), each(_recover), each(_stats)
+inspect, verify, recover = each(_inspect), each(_verify), each(_recover)
+
+
+def stats(args: argparse.Namespace) -> int:
+    """Of a run what its learner found; of a folder of guidance what its audit records tell."""
+    run = Path(args.dir)
+    if args.activations is None and (run / "resolved.json").is_file():
+        from tracekit.guidance.stats import load_audits
+
+        step, sites = load_audits(run / "logs" / "audits.json")
+        _audit_table(f"{run}, up to step {step}", sites)
+        return 0
+    return each(_stats)(args)
 
 
 def publish(args: argparse.Namespace) -> int:
@@ -186,7 +202,7 @@ def register(subparsers: Any) -> None:
     p.add_argument("url", nargs="?", help="where to; without one, the folder's own next manifest is written")
     p.set_defaults(run=publish)
     p = commands.add_parser("stats", help="what audit records tell: flips, noise, and the encoding a model can afford")
-    p.add_argument("dir")
+    p.add_argument("dir", help="a run's folder, or one of guidance")
     p.add_argument("--activations", help="an .npz of the trainer's activations, arrays named 'trajectory|site'")
     p.set_defaults(run=stats)
     p = commands.add_parser("recover", help="rebuild the indexes that a killed writer did not write")

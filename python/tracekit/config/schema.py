@@ -122,6 +122,13 @@ class GuidanceConfig:
     narrow to gain stay `lossless`; `rm15` needs one bit a code and is `compact` for more."""
     keep_steps: int = 2
     """Steps whose guidance stays on disk after the learner is done with it; -1 keeps all."""
+    byte_budget: int = 0
+    """Bytes that the run's guidance may take on disk; 0 is no limit. With a limit a step's guidance goes only after a
+    checkpoint holds the step, those of `keep_steps` when their room is needed; a step that would not fit waits for a
+    checkpoint that comes early."""
+    audit_every: int = 1024
+    """One token in this many is recorded whole, with its full codes and scales, and compared with the learner's own:
+    `tracekit guidance stats RUN` shows what came of it. 0 audits none. The in-process engine does it."""
 
 
 @dataclass(kw_only=True, slots=True)

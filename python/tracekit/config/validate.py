@@ -35,6 +35,8 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "quant.headroom": (1, None),
     "guidance.bits": (0, 4),
     "guidance.keep_steps": (-1, None),
+    "guidance.byte_budget": (0, None),
+    "guidance.audit_every": (0, 2**32 - 1),
     "algo.clip_ratio_low": (0, 1),
     "algo.clip_ratio_high": (0, None),
     "algo.is_cap": (1, None),

@@ -18,6 +18,8 @@ class GuidanceBudget:
     A training loop calls `wait_room` before it samples, `retain` when a folder is written, `consumed` when a step has
     read it and `checkpointed` when the state after that step is safe on disk. Only then is a folder deleted, and only
     once every step that retained it has come so far: what is over budget makes `wait_room` wait, it does not vanish.
+    A loop that samples in its own thread says with `expect` what its next step will write, and makes a checkpoint when
+    `wants_checkpoint`.
     A process that dies leaves all folders since its last checkpoint, which a resumed run reads again.
     `byte_budget=None` has no limit. Safe to use from several threads of one process.
     """
@@ -27,8 +29,9 @@ class GuidanceBudget:
         self.byte_budget = byte_budget
         self._references: dict[str, int] = {}
         self._consumed: list[tuple[int, str]] = []
-        self._starved = 0
-        self._changed = threading.Condition()
+        self._starved = self._expected = 0
+        self._safe = -1
+        self._changed = threading.Condition()  # over an RLock
 
     def usage(self) -> int:
         """Bytes on disk under `root`."""
@@ -59,22 +62,52 @@ class GuidanceBudget:
                     )
                 self._consumed.append((step, name))
 
-    def checkpointed(self, step: int) -> list[str]:
-        """The state after `step` is safe on disk: gives back what steps up to it consumed. Returns deleted folders."""
+    def checkpointed(self, step: int, keep: int = 0) -> list[str]:
+        """The state after `step` is safe on disk: gives back what steps up to it consumed, but for the newest `keep`
+        of them (-1: all), which stay while there is room. Returns deleted folders."""
         with self._changed:
-            due = [(s, f) for s, f in self._consumed if s <= step]
-            deleted = []
-            for entry in due:
-                if self.release(entry[1]):
-                    deleted.append(entry[1])
-                self._consumed.remove(entry)
-            return deleted
+            self._safe = max(self._safe, step)
+            self._changed.notify_all()
+            due = self._due()
+            deleted = [] if keep < 0 else self._give_back(due[: len(due) - keep])
+            return deleted + self._make_room(self._expected)
+
+    def expect(self, n_bytes: int) -> None:
+        """Says what the next step is going to write: `wants_checkpoint` looks ahead by that much."""
+        with self._changed:
+            self._expected = n_bytes
 
     @property
     def wants_checkpoint(self) -> bool:
-        """Whether a producer waits for room that a checkpoint would make: save one now, or both wait for ever."""
+        """Whether a checkpoint would make room that is asked for: save one now, or all wait for ever."""
         with self._changed:
-            return self._starved > 0 and bool(self._consumed)
+            held = any(step > self._safe for step, _ in self._consumed)
+            return held and (self._starved > 0 or not self._fits(self._expected))
+
+    def _fits(self, n_bytes: int) -> bool:
+        return self.byte_budget is None or self.usage() + n_bytes <= self.byte_budget
+
+    def _room_for(self, n_bytes: int) -> bool:
+        self._make_room(n_bytes)
+        return self._fits(n_bytes)
+
+    def _due(self) -> list[tuple[int, str]]:
+        return [entry for entry in self._consumed if entry[0] <= self._safe]
+
+    def _give_back(self, entries: list[tuple[int, str]]) -> list[str]:
+        deleted = []
+        for entry in entries:
+            if self.release(entry[1]):
+                deleted.append(entry[1])
+            self._consumed.remove(entry)
+        return deleted
+
+    def _make_room(self, n_bytes: int) -> list[str]:
+        """Deletes what was kept beyond its use, oldest first, until `n_bytes` fit."""
+        deleted = []
+        while (due := self._due()) and not self._fits(n_bytes):
+            deleted += self._give_back(due[:1])
+        return deleted
 
     def release(self, folder: str) -> bool:
         """Gives one use back; the last one deletes the folder. Returns whether it was deleted."""
@@ -99,20 +132,21 @@ class GuidanceBudget:
             return
         if n_bytes > self.byte_budget:
             raise DataError(
-                f"{n_bytes} bytes of guidance never fit the budget of {self.byte_budget}: raise byte_budget"
+                f"{n_bytes} bytes of guidance never fit the budget of {self.byte_budget}: raise guidance.byte_budget"
             )
         until = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             self._starved += 1
             try:
-                while (used := self.usage()) + n_bytes > self.byte_budget:
+                while not self._room_for(n_bytes):
+                    used = self.usage()
                     left = 1.0 if until is None else until - time.monotonic()
                     if left <= 0:
                         waiting = len({f for _, f in self._consumed})
                         raise DataError(
                             f"guidance under {self.root} takes {used} of {self.byte_budget} bytes and no step was "
                             f"released in {timeout} s ({waiting} folders wait for a checkpoint): checkpoint oftener, "
-                            "raise byte_budget, or see why the learner does not get on"
+                            "raise guidance.byte_budget, or see why the learner does not get on"
                         )
                     self._changed.wait(min(left, 1.0))
             finally:

@@ -12,9 +12,9 @@ import numpy as np
 
 from tracekit import _core
 from tracekit.errors import DataError
+from tracekit.guidance.batch import flatten
 from tracekit.guidance.record import AuditRows, BatchRecord, SiteRecord, audit_rows
 from tracekit.guidance.schema import GuidanceSchema, SiteSpec
-from tracekit.guidance.writer import _flatten
 
 
 class GuidanceReader:
@@ -145,7 +145,7 @@ class GuidanceReader:
             results[name] = record
             raw = None if checks is None else checks.view(np.uint8)
             outs.append((record.codes, record.scales, record.token_scale, raw, (h0, h1)))
-        tokens = None if token_ids is None else _flatten(token_ids)
+        tokens = None if token_ids is None else flatten(token_ids)
         self._core.read_batch(ids, first, last, names, outs, unpack, tokens)
         return results
 

@@ -36,14 +36,15 @@ STABLE = 3.5  # e <= STABLE * sigma**2
 ADJACENT = 0.99
 GIVEN_UP = 0.01
 _BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_COUNTS = ("values", "flips", "adjacent", "scales", "scale_flips", "thresholds", "rows")
 _BINS = 400  # of log(distance / noise at sigma 1), from 1e-6 to 1e4
 
 
-def audit_tokens(traj_id: str, start: int, stop: int) -> list[int]:
-    """The tokens of `[start, stop)` that are audited: one in 1 024, by a hash of the id and the token."""
+def audit_tokens(traj_id: str, start: int, stop: int, every: int = 1024) -> list[int]:
+    """The tokens of `[start, stop)` that are audited: one in `every`, by a hash of the id and the token."""
     from tracekit import _core
 
-    return _core.audit_tokens(traj_id, start, stop)
+    return _core.audit_tokens(traj_id, start, stop, every)
 
 
 def _ladder(codes: Tensor) -> Tensor:
@@ -70,6 +71,28 @@ class SiteAudit:
     rows: int = 0
     given_up: dict[str, int] = field(default_factory=dict)
     distances: np.ndarray = field(default_factory=lambda: np.zeros(_BINS, np.int64))
+
+    def merge(self, other: SiteAudit) -> None:
+        """Adds the rows of another audit."""
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for mine, theirs in ((self.errors, other.errors), (self.given_up, other.given_up)):
+            for encoding, count in theirs.items():
+                mine[encoding] = mine.get(encoding, 0) + count
+        self.distances = self.distances + other.distances
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, lists and dictionaries."""
+        plain = {name: getattr(self, name) for name in ("bits", *_COUNTS)}
+        return plain | {
+            "errors": dict(self.errors),
+            "given_up": dict(self.given_up),
+            "distances": self.distances.tolist(),
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> SiteAudit:
+        return cls(**state | {"distances": np.array(state["distances"], np.int64)})
 
     @property
     def flip_rate(self) -> float:

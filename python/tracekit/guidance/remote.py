@@ -26,6 +26,10 @@ def latest_manifest(dir: Any) -> dict[str, Any] | None:
 def publish(dir: Any, url: str, *, retries: int = 6) -> dict[str, int]:
     """Copies the folder's sealed segments to `s3://bucket/prefix`, `gs://bucket/prefix` or `file:///folder`.
 
+    Credentials and endpoint come from the environment: `AWS_*` (also `AWS_ENDPOINT_URL`), or
+    `GOOGLE_APPLICATION_CREDENTIALS`. A server that speaks Google's XML API is reached by a `GOOGLE_SERVICE_ACCOUNT_KEY`
+    with `gcs_base_url` and `disable_oauth`, and `GOOGLE_ALLOW_HTTP=true` without TLS.
+
     Segments go first and the manifest last, so that a reader sees all of a publication or nothing of it. What is there
     already is not sent again: after an error call it again. Folders of several ranks may be published under one url.
     Returns number (of the newest manifest), segments (that it lists), uploaded, bytes (uploaded) and unsealed

@@ -1,5 +1,6 @@
 """Statistics of audit records: with the trainer's activations what `audit` finds, without them the records alone."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from tracekit.errors import DataError
 from tracekit.guidance.reader import GuidanceReader
+from tracekit.guidance.regime import SiteAudit
 
 
 def load_activations(path: Any) -> dict[tuple[str, str], np.ndarray]:
@@ -22,6 +24,20 @@ def load_activations(path: Any) -> dict[tuple[str, str], np.ndarray]:
     if any(len(name) != 2 for name in arrays):
         raise DataError(f"{path}: arrays must be named 'trajectory|site', as in 't0|layers.3.moe_input'")
     return arrays
+
+
+def load_audits(path: Path) -> tuple[int, dict[str, SiteAudit]]:
+    """The last audited step of a run and its sums by site, as the learner wrote them."""
+    if not path.is_file():
+        raise DataError(
+            f"{path} is not there: no token of this run was audited (guidance.audit_every is 0, its responses are few, "
+            "or its engine is not the in-process one); give a folder of guidance for the records alone"
+        )
+    try:
+        found = json.loads(path.read_text())
+        return int(found["step"]), {name: SiteAudit.from_state(s) for name, s in found["sites"].items()}
+    except (ValueError, KeyError, TypeError) as e:
+        raise DataError(f"{path} cannot be read ({e}): the next audited step of the run writes it anew") from e
 
 
 def entropy(counts: np.ndarray) -> float:

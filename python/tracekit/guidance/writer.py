@@ -9,9 +9,11 @@ import numpy as np
 
 from tracekit import _core
 from tracekit.errors import DataError
+from tracekit.guidance.batch import Batch, Prefix, flatten
 from tracekit.guidance.schema import ENCODINGS, GuidanceSchema, SiteSpec
 
-Prefix = tuple[str, int] | None
+AUDIT_EVERY = 1024
+"""Tokens of which one is audited where nothing else is said."""
 
 
 class QueueFullError(DataError):
@@ -142,7 +144,7 @@ class GuidanceWriter:
         *,
         packed: bool = False,
         status: str = "complete",
-        audit: bool = False,
+        audit: bool | int = False,
     ) -> None:
         """Begins, appends and commits many trajectories in one call.
 
@@ -154,7 +156,7 @@ class GuidanceWriter:
         `TrajectoryWriter.append`.
         """
         n = len(ids)
-        flat, offsets = _flatten(token_ids)
+        flat, offsets = flatten(token_ids)
         starts = np.broadcast_to(np.asarray(tok0, dtype=np.int64), (n,))
         prefixes = [None] * n if prefixes is None else list(prefixes)
         for i, (start, prefix) in enumerate(zip(starts.tolist(), prefixes, strict=True)):
@@ -166,27 +168,36 @@ class GuidanceWriter:
             raise ValueError(f"a batch has the schema's sites: missing {missing[:4]}, unknown {extra[:4]}")
         policies = np.ascontiguousarray(np.broadcast_to(np.asarray(policy_version, dtype=np.int64), (n,)))
         counts = np.asarray(lengths).tolist()
-        if audit:
-            return self._append_each(ids, flat, offsets, starts, counts, sites, policies, prefixes, status)
+        if every := audit_every(audit):
+            audited = [
+                len(_core.audit_tokens(i, a, a + n, every)) > 0 for i, a, n in zip(ids, starts, counts, strict=True)
+            ]
+            if any(audited):
+                of = Batch(list(ids), flat, offsets, counts, dict(sites), policies, prefixes)
+                self._append_each(of.select(np.flatnonzero(audited)), status, every)
+                of = of.select(np.flatnonzero(~np.array(audited)))
+                ids, flat, offsets, counts = of.ids, of.flat, of.offsets, of.counts
+                sites, policies, prefixes = of.sites, of.policies, of.prefixes
         rows = []
         for s in self.schema.sites:
             codes, scales, token_scale = sites[s.name]
-            rows.append((None if codes is None else _u8(codes), packed, _u8(scales), _f32(token_scale)))
+            whole = every and s.bits == 0  # codes that only audit records keep
+            rows.append((None if codes is None or whole else _u8(codes), packed, _u8(scales), _f32(token_scale)))
         self._core.append_batch(list(ids), flat, offsets, policies, prefixes, counts, rows, status)
 
-    def _append_each(self, ids, flat, offsets, starts, counts, sites, policies, prefixes, status) -> None:
-        """The batch one by one: audit records belong to trajectories that are still open."""
+    def _append_each(self, batch: Batch, status: str, every: int) -> None:
+        """A batch one by one: audit records belong to trajectories that are still open."""
         commits, row = [], 0
-        for i, traj_id in enumerate(ids):
-            tokens = flat[offsets[i] : offsets[i + 1]]
-            t = self.begin(traj_id, token_ids=tokens, policy_version=int(policies[i]), prefix=prefixes[i])
-            rows = slice(row, row + counts[i])
-            for name, arrays in sites.items():
+        for i, traj_id in enumerate(batch.ids):
+            tokens, prefix = batch.flat[batch.offsets[i] : batch.offsets[i + 1]], batch.prefixes[i]
+            t = self.begin(traj_id, token_ids=tokens, policy_version=int(batch.policies[i]), prefix=prefix)
+            rows = slice(row, row + batch.counts[i])
+            for name, arrays in batch.sites.items():
                 codes, scales, token_scale = (None if a is None else np.asarray(a)[rows] for a in arrays)
-                t.append(name, int(starts[i]), codes, scales, token_scale, audit=True)
+                t.append(name, prefix[1] if prefix else 0, codes, scales, token_scale, audit=every)
             commits.append(t.commit(status))
             row = rows.stop
-        for traj_id, commit in zip(ids, commits, strict=True):
+        for traj_id, commit in zip(batch.ids, commits, strict=True):
             if not commit.result():
                 raise QueueFullError(f"trajectory '{traj_id}' was dropped: the guidance queue is full")
 
@@ -237,24 +248,26 @@ class TrajectoryWriter:
         scales: Any,
         token_scale: Any = None,
         packed: bool = False,
-        audit: bool = False,
+        audit: bool | int = False,
     ) -> None:
         """Appends rows of tokens `[tok0, tok0 + T)`, which follow the site's last ones.
 
         codes u8 `[T, K]` or `[T, planes, K]`, the low bits of each code (or packed rows with `packed`); scales u8
         `[T, K / block]` or `[T, planes, K / block]`; token_scale f32 `[T]` where the schema says per token.
 
-        With `audit` the codes are whole, 0 to 15 and not packed: those of one token in 1 024 (`audit_tokens`) are kept
-        with their scales in audit records, beside the low bits that the site keeps of every token.
+        With `audit` the codes are whole, 0 to 15 and not packed: those of one token in `audit` (True: in 1 024; see
+        `audit_tokens`) are kept with their scales in audit records, beside the low bits that the site keeps of every
+        token.
         """
         number = self.writer._number(site)
         scales, token_scale = _u8(scales), _f32(token_scale)
         codes = None if codes is None else _u8(codes)
-        if audit and (packed or codes is None):
+        every = audit_every(audit)
+        if every and (packed or codes is None):
             raise ValueError(f"trajectory '{self.traj_id}', site '{site}': an audit needs whole codes, not packed ones")
-        kept = None if audit and self.writer.schema.sites[number].bits == 0 else codes
+        kept = None if every and self.writer.schema.sites[number].bits == 0 else codes
         self.writer._core.append(self._handle, number, tok0, len(scales), (kept, packed, scales, token_scale))
-        tokens = _core.audit_tokens(self.traj_id, tok0, tok0 + len(scales)) if audit else []
+        tokens = _core.audit_tokens(self.traj_id, tok0, tok0 + len(scales), every) if every else []
         if tokens:
             at = np.asarray(tokens) - tok0
             rows = (codes[at], False, scales[at], None if token_scale is None else token_scale[at])
@@ -273,12 +286,9 @@ class TrajectoryWriter:
         self.writer._core.abandon(self._handle)
 
 
-def _flatten(token_ids: Any) -> tuple[np.ndarray, np.ndarray]:
-    """`(flat int64, offsets int64 [N+1])` of a list of arrays, or of such a pair."""
-    if isinstance(token_ids, tuple) and len(token_ids) == 2:
-        flat, offsets = token_ids
-        return np.ascontiguousarray(flat, dtype=np.int64), np.ascontiguousarray(offsets, dtype=np.int64)
-    arrays = [np.asarray(t, dtype=np.int64).reshape(-1) for t in token_ids]
-    offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
-    np.cumsum([len(a) for a in arrays], out=offsets[1:])
-    return (np.concatenate(arrays) if arrays else np.zeros(0, np.int64)), offsets
+def audit_every(audit: bool | int) -> int:
+    """One token in how many is audited; 0 for none."""
+    every = AUDIT_EVERY if audit is True else int(audit)
+    if every < 0:
+        raise ValueError(f"audit = {audit}: give the number of tokens of which one is audited")
+    return every

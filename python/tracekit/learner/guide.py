@@ -11,6 +11,7 @@ import torch
 
 from tracekit import numerics
 from tracekit.guidance import BatchRecord, decode
+from tracekit.learner.audits import StepAudit
 from tracekit.learner.gaps import SiteGaps
 
 _active = threading.local()
@@ -83,6 +84,8 @@ class Guide:
     """Where rows that were decoded, repaired and given up are counted; None does not count."""
     gaps: SiteGaps | None = None
     """Where the distance between recorded and own rounding is collected; None does not measure."""
+    audit: StepAudit | None = None
+    """Where the activations of audited tokens are collected; None does not."""
 
     def global_scale(self, site: str, x: torch.Tensor, profile: str) -> torch.Tensor | None:
         """Encode scale for `x` [T, planes, K] at `site`: static, or one a token [T, 1, 1]; None without one."""
@@ -132,6 +135,8 @@ def quantize_site(site: str, x: torch.Tensor) -> torch.Tensor:
         return numerics.fake_quantize(planes, profile, global_scale=guide.global_scale(site, planes, profile)).view_as(
             x
         )
+    if guide.audit is not None:
+        guide.audit.take(site, planes)
     if isinstance(record, EncodedRecord):
         record = record.decode(planes, guide.decoded)
     out = numerics.guided_round(

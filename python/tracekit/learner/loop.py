@@ -13,10 +13,12 @@ import torch
 from tracekit.config import guided_sites
 from tracekit.config.schema import Config
 from tracekit.guidance import open_dataset
+from tracekit.learner.audits import StepAudit, add_audits, audit_metrics, write_audits
 from tracekit.learner.critic import Critic
 from tracekit.learner.engines import start_engine
 from tracekit.learner.learner import Learner
 from tracekit.learner.reference import Reference
+from tracekit.learner.retention import Retention
 from tracekit.learner.sampling import Sampled, Sampler, step_seed
 from tracekit.learner.state import LoopState
 from tracekit.learner.update import Experience, MiniStep, Update
@@ -56,6 +58,8 @@ class Loop:
         scales = {site: torch.tensor(g, device=learner.device) for site, g in state.static_scales.items()}
         static_scales = scales if config.quant.global_scale == "static" else None
         sites = [site.name for site in guided_sites(config)]
+        self.retention = Retention(config.guidance, run.guidance, note)
+        self.retention.adopt(state.step, state.guidance_bytes)
         self.engine = start_engine(config, run, learner, tokenizer, static_scales=static_scales)
         self.objective = objective or from_config(config.algo, config.rollout)
         if state.objective:
@@ -88,8 +92,12 @@ class Loop:
         """One RL step on prompts from `draw(count)`. Returns its metrics."""
         c = self.config
         self.timer.take()  # checkpoints and evaluations between steps are not the step's
+        folders = [self.sampler.folder(step)]
+        if self.sampler.sites:
+            self.retention.wait_room(self.state.guidance_bytes)
         if self.objective.state.x is None and c.algo.x_baseline_prompts:
             self.measure_baseline()
+            folders.append(self.sampler.folder(0))
         sampled = self.sampler.fill(draw, step)
         if c.log.rollouts:
             self.sampler.write_rollouts(sampled, step)
@@ -111,7 +119,8 @@ class Loop:
         out = self.rewards(sampled) | _merged(mini_steps, whole) | opened
         if self.sampler.sites:
             out["guidance/bytes_per_token"] = self.sampler.guidance_bytes / self.sampler.recorded_tokens
-            self.sampler.prune(step)
+            self.state.guidance_bytes = max(self.state.guidance_bytes, self.sampler.guidance_bytes)
+            out |= self.retention.read(step, folders, self.state.guidance_bytes)
         return out | self.timer.take()
 
     def experience(self, sampled: Sampled, step: int) -> tuple[Experience, dict[str, float]]:
@@ -121,7 +130,10 @@ class Loop:
         if not sampled.keep.all():
             kept, rewards = kept.select(sampled.keep), rewards[sampled.keep]
         x = Experience.of(kept, rewards, reader)
-        opened = self.update.open(x)
+        audit = StepAudit(reader, kept) if reader and self.config.guidance.audit_every else None
+        opened = self.update.open(x, audit)
+        if audit is not None:
+            opened |= self.audited(audit, step)
         self.update.advantages(x)
         reference = None
         filtered = self.config.algo.overlong_filter or not sampled.keep.all()
@@ -133,6 +145,15 @@ class Loop:
             reference = [self.update.whole_batch(everything, filtered=False)]
         self.objective.begin_batch([self.update.whole_batch(x)], reference=reference)
         return x, opened
+
+    def audited(self, audit: StepAudit, step: int) -> dict[str, float]:
+        """Metrics of a step's audited tokens; the run's sums go to `logs/audits.json`."""
+        with self.timer.section("audit"):
+            sites = audit.finish()
+            add_audits(self.state.audits, sites)
+            if sites:
+                write_audits(self.run.audits, step, self.state.audits)
+        return audit_metrics(sites)
 
     def measure_baseline(self) -> None:
         """X on held-out problems, before anything is trained; their guidance is step 0's."""

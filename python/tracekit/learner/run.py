@@ -139,7 +139,9 @@ def _steps(config, log, loop, sampler, checkpoints) -> None:
             if config.log.eval_interval and step % config.log.eval_interval == 0:
                 metrics["eval/accuracy"] = loop.evaluate()
             log.step(step, metrics)
-            if interrupt.requested or step == config.steps or step % config.checkpoint.interval == 0:
+            due = step == config.steps or step % config.checkpoint.interval == 0
+            if interrupt.requested or due or loop.retention.wants_checkpoint:
                 checkpoints.save(step)
+                loop.retention.checkpointed(step)
             if interrupt.requested:
                 raise KeyboardInterrupt

@@ -138,6 +138,7 @@ class Sampler:
                     step=step,
                     encoding=self.config.guidance.encoding,
                     first_prompt=first_prompt,
+                    audit_every=self.config.guidance.audit_every,
                 )
             tokens = int(rollouts.prompt_len[first].sum() + (rollouts.response_len - 1).sum())
         else:
@@ -196,17 +197,6 @@ class Sampler:
                 }
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         partial.replace(path)
-
-    def prune(self, step: int) -> None:
-        """Remove the guidance of steps that no update will read again."""
-        keep = self.config.guidance.keep_steps
-        if keep < 0:
-            return
-        for folder in sorted(self.run.guidance.glob("step_*")):
-            if int(folder.name.removeprefix("step_")) <= step - keep:
-                for path in sorted(folder.rglob("*"), reverse=True):
-                    path.rmdir() if path.is_dir() else path.unlink()
-                folder.rmdir()
 
 
 def step_seed(seed: int, step: int) -> int:

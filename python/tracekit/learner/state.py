@@ -25,6 +25,10 @@ class LoopState:
     """The objective's state, for those that keep one."""
     before: dict[str, float] = field(default_factory=dict)
     """Evaluation at the end of the warm start."""
+    guidance_bytes: int = 0
+    """Guidance of the largest step so far."""
+    audits: dict[str, Any] = field(default_factory=dict)
+    """Sums over the audited tokens of all steps, by site."""
 
     def state_dict(self) -> dict[str, Any]:
         """One pickled blob: a distributed checkpoint restores only the keys that exist when it is loaded, and these
@@ -36,7 +40,8 @@ class LoopState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         values = torch.load(io.BytesIO(state["blob"]), weights_only=True)
         for name in self.__slots__:
-            setattr(self, name, values[name])
+            if name in values:  # an older version's checkpoint has fewer
+                setattr(self, name, values[name])
 
 
 class Interrupt:

@@ -10,6 +10,7 @@ import torch
 
 from tracekit.config.schema import Config
 from tracekit.guidance import GuidanceReader
+from tracekit.learner.audits import StepAudit
 from tracekit.learner.calibrate import profiles
 from tracekit.learner.critic import Critic
 from tracekit.learner.gaps import SiteGaps
@@ -149,9 +150,9 @@ class Update:
     # -- the pass that opens a batch
 
     @torch.no_grad()
-    def open(self, x: Experience) -> dict[str, float]:
+    def open(self, x: Experience, audit: StepAudit | None = None) -> dict[str, float]:
         """Fill `x.tokens` at the weights that the engine sampled with, by the guided path: `logp_old`, and what a
-        reference and a critic say. Returns metrics of what guidance changed."""
+        reference and a critic say. `audit` is shown the activations. Returns metrics of what guidance changed."""
         temperature = self.config.rollout.temperature
         flips: dict[str, float] = {}
         decoded: dict[str, int] = {}
@@ -160,6 +161,9 @@ class Update:
             guide = self.guide(batch, x)
             guide.flips = {} if not flips and guide.records else None
             guide.decoded = decoded
+            if audit is not None:
+                audit.begin(batch.token_uid)
+                guide.audit = audit
             if gaps is not None:
                 gaps.real, guide.gaps = (batch.token_uid >= 0).reshape(-1), gaps
             with self.timer.section("logp_old"):
@@ -169,7 +173,7 @@ class Update:
                 x.tokens.put("logp_old", batch, said.logp)
             if guide.flips:
                 flips = {"guidance/flip_rate": float(torch.stack(list(guide.flips.values())).mean())}
-            guide.flips = guide.gaps = guide.decoded = None
+            guide.flips = guide.gaps = guide.decoded = guide.audit = None
             if self.reference is not None:
                 with self.timer.section("logp_ref"):
                     x.tokens.put("logp_ref", batch, self.reference.logp(batch, guide, temperature=temperature)[0])

@@ -47,11 +47,12 @@ def write_guidance(
     step: int,
     encoding: str,
     first_prompt: int = 0,
+    audit_every: int = 0,
 ) -> None:
     """Write records of a step to `folder` and name each row's trajectory in `rollouts`.
 
     A group's prompt is a record of its own; its siblings name it as their prefix and start behind it. Prompts are
-    numbered within the step from `first_prompt` on.
+    numbered within the step from `first_prompt` on. One token in `audit_every` is recorded whole; 0 for none.
     """
     n = len(rollouts.group)
     group_size = n // (int(rollouts.group[-1]) + 1)
@@ -66,8 +67,9 @@ def write_guidance(
             token_ids=[rollouts.tokens[row, : rollouts.prompt_len[row]] for row in first],
             tok0=np.zeros(len(first), np.int64),
             lengths=prompt_len,
-            sites=_rows(capture, schema, "prompt"),
+            sites=_rows(capture, schema, "prompt", whole=audit_every > 0),
             policy_version=rollouts.version,
+            audit=audit_every,
         )
         writer.append_batch(
             rollouts.trajectory,
@@ -76,16 +78,19 @@ def write_guidance(
             ],
             tok0=rollouts.prompt_len,
             lengths=own,
-            sites=_rows(capture, schema, "response"),
+            sites=_rows(capture, schema, "response", whole=audit_every > 0),
             policy_version=rollouts.version,
+            audit=audit_every,
             prefixes=[(prompt_ids[g], int(rollouts.prompt_len[i])) for i, g in enumerate(rollouts.group)],
         )
 
 
-def _rows(capture: Capture, schema: GuidanceSchema, part: str) -> dict:
+def _rows(capture: Capture, schema: GuidanceSchema, part: str, *, whole: bool) -> dict:
+    """What `append_batch` takes of each site: low bits, or `whole` codes where some tokens are audited."""
     out = {}
     for spec in schema.sites:
         codes, scales, token_scale = getattr(capture.captured[spec.name], part)
-        low = numerics.low_bits(codes, spec.bits) if spec.bits else None
-        out[spec.name] = tuple(None if t is None else t.cpu().numpy() for t in (low, scales, token_scale))
+        if not whole:
+            codes = numerics.low_bits(codes, spec.bits) if spec.bits else None
+        out[spec.name] = tuple(None if t is None else t.cpu().numpy() for t in (codes, scales, token_scale))
     return out

@@ -8,12 +8,13 @@ use crate::index::ChunkEntry;
 use crate::layout::{kind, MAX_PAYLOAD, RECORD_LEN};
 use crate::schema::{Encoding, Site};
 
-/// One token in so many is audited.
+/// One token in so many is audited, unless a writer chooses another number.
 pub const EVERY: u32 = 1024;
 
-/// Whether a token of trajectory `id` is audited: a property of the two, so that every rank takes the same tokens.
-pub fn sampled(id: &str, token: u32) -> bool {
-    crc32c_append(crc32c(id.as_bytes()), &token.to_le_bytes()) % EVERY == 0
+/// Whether a token of trajectory `id` is among the one in `every` that is audited: a property of the two, so that
+/// every rank takes the same tokens.
+pub fn sampled(id: &str, token: u32, every: u32) -> bool {
+    crc32c_append(crc32c(id.as_bytes()), &token.to_le_bytes()) % every.max(1) == 0
 }
 
 /// A site as audit records hold it.
@@ -121,9 +122,12 @@ mod tests {
     #[test]
     fn one_token_in_about_a_thousand_is_sampled_whatever_the_id() {
         for id in ["t0", "step-7/group-3/sample-12"] {
-            let n = (0..1 << 20).filter(|t| sampled(id, *t)).count();
+            let n = (0..1 << 20).filter(|t| sampled(id, *t, EVERY)).count();
             assert!((900..1150).contains(&n), "{id}: {n} of 2^20");
         }
-        assert!((0..4096).any(|t| sampled("a", t) != sampled("b", t)));
+        let n = (0..1 << 12).filter(|t| sampled("t0", *t, 16)).count();
+        assert!((200..320).contains(&n), "{n} of 2^12 at one in 16");
+        assert!((0..64).all(|t| sampled("t0", t, 1)));
+        assert!((0..4096).any(|t| sampled("a", t, EVERY) != sampled("b", t, EVERY)));
     }
 }

@@ -15,10 +15,11 @@ fn crc32c(data: &Bound<'_, PyAny>) -> PyResult<u32> {
     Ok(tracekit_guidance::crc32c(data.slice()))
 }
 
-/// Tokens of `[start, stop)` of a trajectory that are audited.
+/// Tokens of `[start, stop)` of a trajectory that are audited: one in `every`.
 #[pyfunction]
-fn audit_tokens(id: &str, start: u32, stop: u32) -> Vec<u32> {
-    (start..stop).filter(|t| tracekit_guidance::audit::sampled(id, *t)).collect()
+#[pyo3(signature = (id, start, stop, every = tracekit_guidance::audit::EVERY))]
+fn audit_tokens(id: &str, start: u32, stop: u32, every: u32) -> Vec<u32> {
+    (start..stop).filter(|t| tracekit_guidance::audit::sampled(id, *t, every)).collect()
 }
 
 /// The native core of tracekit.

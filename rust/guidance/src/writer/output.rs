@@ -191,7 +191,7 @@ impl Blocks {
 
 /// Does what is left of a block after a short write.
 #[cfg(feature = "uring")]
-fn rewrite(file: &File, mut left: super::ring::Left) -> Result<Aligned> {
+pub(super) fn rewrite(file: &File, mut left: super::ring::Left) -> Result<Aligned> {
     match left.error {
         Some(e) if e.kind() != ErrorKind::Interrupted => Err(e),
         _ => {

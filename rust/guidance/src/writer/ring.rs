@@ -108,3 +108,100 @@ impl Drop for Ring {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    //! Failures as the kernel reports them: as results of writes that it had taken.
+    use super::super::output::Output;
+    use super::super::Mode;
+    use super::*;
+    use std::fs::OpenOptions;
+    use std::io::{IoSlice, Read};
+    use std::os::fd::FromRawFd;
+
+    const BLOCK: usize = 1 << 20;
+
+    fn ring() -> Option<Ring> {
+        let ring = Ring::new();
+        if let Err(e) = &ring {
+            eprintln!("skipped: the kernel gives no io_uring ({e})");
+        }
+        ring.ok()
+    }
+
+    fn failure(path: &str) -> Option<i32> {
+        ring()?;
+        let mut out = Output::new(OpenOptions::new().write(true).open(path).unwrap(), Mode::Uring);
+        assert_eq!(out.mode(), Mode::Uring);
+        out.write(&mut [IoSlice::new(&vec![7; BLOCK])]).expect("the kernel takes the block");
+        let error = out.flush().expect_err("and cannot write it");
+        error.raw_os_error()
+    }
+
+    #[test]
+    fn a_full_device_is_an_error_of_the_flush() {
+        assert!(failure("/dev/full").is_none_or(|e| e == libc::ENOSPC));
+    }
+
+    #[test]
+    fn an_io_error_is_an_error_of_the_flush() {
+        // Nothing is mapped at address 0.
+        assert!(failure("/proc/self/mem").is_none_or(|e| e == libc::EIO));
+    }
+
+    #[test]
+    fn an_error_comes_up_at_the_latest_when_the_queue_is_full() {
+        if ring().is_none() {
+            return;
+        }
+        let mut out = Output::new(OpenOptions::new().write(true).open("/dev/full").unwrap(), Mode::Uring);
+        let block = vec![7; BLOCK];
+        let taken = (0..=DEPTH).take_while(|_| out.write(&mut [IoSlice::new(&block)]).is_ok()).count();
+        assert_eq!(taken, DEPTH);
+    }
+
+    /// A pipe that takes 64 KiB of a block and no more.
+    fn pipe() -> (File, File) {
+        let mut ends = [0; 2];
+        // SAFETY: the call fills in two descriptors, which are ours.
+        unsafe {
+            assert_eq!(libc::pipe2(ends.as_mut_ptr(), libc::O_NONBLOCK), 0);
+            (File::from_raw_fd(ends[0]), File::from_raw_fd(ends[1]))
+        }
+    }
+
+    #[test]
+    fn a_short_write_hands_the_whole_block_back_to_be_written_again() {
+        let Some(mut ring) = ring() else { return };
+        let (mut reader, file) = pipe();
+        let mut block = Aligned::block();
+        block.bytes().iter_mut().enumerate().for_each(|(i, b)| *b = (i % 251) as u8);
+        let mut seen = Vec::new();
+        let mut left = |mut l: Left| {
+            assert!(l.error.is_none(), "{:?}", l.error);
+            seen.push((l.at, l.len, l.buffer.bytes().to_vec()));
+            Ok(l.buffer)
+        };
+        ring.send(&file, block, BLOCK, 0, &mut left).unwrap();
+        ring.drain(&mut left).unwrap();
+        assert_eq!(seen.len(), 1);
+        assert_eq!((seen[0].0, seen[0].1), (0, BLOCK));
+        drop(file);
+        let mut got = Vec::new();
+        reader.read_to_end(&mut got).unwrap();
+        assert!(!got.is_empty() && got.len() < BLOCK, "{} bytes", got.len());
+        assert!(got[..] == seen[0].2[..got.len()]);
+    }
+
+    #[test]
+    fn what_a_short_write_left_is_done_at_its_place() {
+        let path = std::env::temp_dir().join(format!("tracekit-ring-{}", std::process::id()));
+        let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).open(&path).unwrap();
+        let mut buffer = Aligned::block();
+        buffer.bytes().fill(9);
+        super::super::output::rewrite(&file, Left { buffer, len: 4096, at: 512, error: None }).unwrap();
+        let got = std::fs::read(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        assert!(got.len() == 4608 && got[..512].iter().all(|b| *b == 0) && got[512..].iter().all(|b| *b == 9));
+    }
+}
