@@ -332,7 +332,8 @@ def copy_bandwidth() -> float:
 def main() -> None:
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     only = set(ARGS.only.split(","))
-    check_equality()
+    if only != {"aligned"}:  # its products have tolerances, checked beside their timing
+        check_equality()
     copy = copy_bandwidth()
     print(f"copy bandwidth {copy:.0f} GB/s (read + written)")
     if "quantize" in only:

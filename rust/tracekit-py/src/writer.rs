@@ -11,6 +11,17 @@ use tracekit_guidance::{Codes, Error, Options, Result, Schema, SiteRows, Status,
 
 type Rows<'py> = (Option<Bound<'py, PyAny>>, bool, Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
 
+type Item<'py> = (String, Bound<'py, PyAny>, i64, Bound<'py, PyAny>, Vec<u8>);
+
+/// Bytes `at..at + n` of each row, one after another.
+fn take(rows: &[u8], row_bytes: usize, (at, n): (usize, usize), out: &mut Vec<u8>) {
+    out.clear();
+    out.reserve(rows.len() / row_bytes * n);
+    for row in rows.chunks_exact(row_bytes) {
+        out.extend_from_slice(&row[at..at + n]);
+    }
+}
+
 struct Held {
     codes: Option<Buffer<u8>>,
     packed: bool,
@@ -201,6 +212,57 @@ impl Writer {
         let held: Vec<Held> = sites.iter().map(Held::get).collect::<PyResult<_>>()?;
         let rows: Vec<SiteRows> = held.iter().map(Held::rows).collect();
         self.with(py, |w| w.append_batch(&begins, &lengths, &rows, status))
+    }
+
+    /// Begins, appends and commits trajectories whose rows hold all sites side by side, and waits for the commits; the
+    /// GIL is taken twice. An item is (id, token_ids, policy, rows, extra), a column the (first byte, bytes) of a
+    /// site's packed codes, if it has any, and of its scales.
+    fn append_rows(
+        &self,
+        py: Python<'_>,
+        items: Vec<Item<'_>>,
+        row_bytes: usize,
+        columns: Vec<(Option<(usize, usize)>, (usize, usize))>,
+    ) -> PyResult<bool> {
+        let parts = || columns.iter().flat_map(|(codes, scales)| codes.iter().chain([scales]));
+        if row_bytes == 0 || parts().any(|&(at, n)| at.checked_add(n).is_none_or(|end| end > row_bytes)) {
+            return Err(PyValueError::new_err(format!("a column lies outside rows of {row_bytes} bytes")));
+        }
+        let mut held = Vec::with_capacity(items.len());
+        for (id, tokens, policy, rows, extra) in &items {
+            let rows = Buffer::<u8>::get(rows, "rows")?;
+            if rows.slice().len() % row_bytes != 0 {
+                return Err(PyValueError::new_err(format!("rows of '{id}' are not whole rows of {row_bytes} bytes")));
+            }
+            held.push((id.as_str(), Buffer::<i64>::get(tokens, "token_ids")?, *policy, rows, extra.as_slice()));
+        }
+        let tickets = self.with(py, |w| {
+            let (mut codes, mut scales, mut tickets) = (Vec::new(), Vec::new(), Vec::with_capacity(held.len()));
+            for (id, tokens, policy, rows, extra) in &held {
+                let begin = Begin { id, token_ids: tokens.slice(), policy: *policy, prefix: None, part: (0, 1) };
+                let handle = w.begin(&begin)?;
+                let mut whole = || {
+                    for (site, (of_codes, of_scales)) in columns.iter().enumerate() {
+                        take(rows.slice(), row_bytes, of_codes.unwrap_or((0, 0)), &mut codes);
+                        take(rows.slice(), row_bytes, *of_scales, &mut scales);
+                        let codes = if of_codes.is_some() { Codes::Packed(&codes) } else { Codes::None };
+                        let rows_of_site = SiteRows { codes, scales: &scales, token_scale: &[] };
+                        w.append(handle, site, 0, &rows_of_site, rows.slice().len() / row_bytes)?;
+                    }
+                    w.commit(handle, Status::Complete, extra)
+                };
+                match whole() {
+                    Ok(ticket) => tickets.push(ticket),
+                    Err(error) => {
+                        let _ = w.abandon(handle);
+                        return Err(error);
+                    }
+                }
+            }
+            Ok(tickets)
+        })?;
+        py.detach(|| tickets.iter().try_fold(true, |all, t| t.wait(None).map(|done| all && done == Some(true))))
+            .map_err(|e| raise(py, e))
     }
 
     fn flush(&self, py: Python<'_>, sync: bool) -> PyResult<()> {

@@ -18,6 +18,8 @@ from tracekit.rollout.sglang.store import Found
 
 logger = logging.getLogger(__name__)
 
+BATCH = 64
+"""The most requests that are written at once."""
 CLOSE_SECONDS = 60
 """The longest that an ending process waits for the disk."""
 
@@ -39,7 +41,9 @@ class Handover:
     def __init__(self, settings: Settings, columns: Mapping[str, Column]) -> None:
         """`columns` are what a row holds."""
         self.settings, self.columns = settings, columns
+        self._places = places(settings, columns)
         self._queue: queue.SimpleQueue[Finished | None] = queue.SimpleQueue()
+        self._held: Finished | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="tracekit-guidance", daemon=True)
         self._thread.start()
@@ -63,38 +67,68 @@ class Handover:
         writer: GuidanceWriter | None = None
         step = ""
         try:
-            while (item := self._queue.get()) is not None:
-                if item.step != step:
+            while items := self._ready():
+                if items[0].step != step:
                     self._seal(writer, step)
-                    folder = Path(self.settings.folder) / item.step
+                    folder = Path(self.settings.folder) / items[0].step
                     writer = GuidanceWriter(folder, self.settings.schema, encoding=self.settings.encoding)
-                    step = item.step
-                self._write(writer, item)
+                    step = items[0].step
+                self._write(writer, items)
             self._seal(writer, step)
         except BaseException as error:  # raised by the next put, on the scheduler's thread
             self._error = error
             logger.exception("tracekit: the guidance thread ended")
 
+    def _ready(self) -> list[Finished]:
+        """The next requests of one step, as many as wait; none at the end.
+
+        This thread shares its interpreter with the scheduler, which an idle engine never lets rest: each time that the
+        thread asks for the lock it may wait `sys.getswitchinterval()`. So it asks for it a few times a batch, not a
+        few times a site of each request (which took 0.4 s a request on an idle engine)."""
+        items: list[Finished] = []
+        while len(items) < BATCH:
+            if self._held is None:
+                if items and self._queue.empty():
+                    break
+                self._held = self._queue.get()
+                if self._held is None:  # the end
+                    self._queue.put(None)
+                    break
+            if items and self._held.step != items[0].step:
+                break
+            items.append(self._held)
+            self._held = None
+        return items
+
     def _seal(self, writer: GuidanceWriter | None, step: str) -> None:
         if writer is not None and (Path(self.settings.folder) / step).exists():  # it may be consumed and gone
             writer.close()
 
-    def _write(self, writer: GuidanceWriter, item: Finished) -> None:
-        rows, versions = item.rows.result()
-        arrays = split(rows, self.columns)
-        if self.settings.keep_activations:  # before the record, which tells others that all is there
-            self._write_activations(item, arrays, versions)
-        trajectory = writer.begin(item.trajectory, token_ids=item.tokens, policy_version=int(versions.min()))
-        for site in self.settings.sites:
-            codes = arrays.get(f"{site.name}/codes")
-            trajectory.append(site.name, 0, codes, arrays[f"{site.name}/scales"], packed=True)
-        changes = np.flatnonzero(np.diff(versions)) + 1
-        starts = np.concatenate([[0], changes]) if len(versions) else changes
-        spans = [[int(a), int(versions[a])] for a in starts]
-        trajectory.commit(extra={"versions": spans}).result(60)
+    def _write(self, writer: GuidanceWriter, items: list[Finished]) -> None:
+        rows = []
+        for item in items:
+            found, versions = item.rows.result()
+            if self.settings.keep_activations:  # before the record, which tells others that all is there
+                self._write_activations(item, split(found, self.columns), versions)
+            changes = np.flatnonzero(np.diff(versions)) + 1
+            starts = np.concatenate([[0], changes]) if len(versions) else changes
+            spans = [[int(a), int(versions[a])] for a in starts]
+            rows.append((item.trajectory, item.tokens, int(versions.min()), found, {"versions": spans}))
+        writer.append_rows(rows, self._places)
 
     def _write_activations(self, item: Finished, arrays: dict[str, np.ndarray], versions: np.ndarray) -> None:
         folder = Path(self.settings.folder) / "activations" / item.step
         folder.mkdir(parents=True, exist_ok=True)
         names = {name.replace("/", "|"): array for name, array in arrays.items()}
         np.savez(folder / f"{item.trajectory}.npz", tokens=item.tokens, versions=versions, **names)
+
+
+def places(
+    settings: Settings, columns: Mapping[str, Column]
+) -> dict[str, tuple[tuple[int, int] | None, tuple[int, int]]]:
+    """(First byte, bytes) in a row of each site's codes, if it keeps any, and scales."""
+    at, spans = 0, {}
+    for name, column in columns.items():
+        spans[name] = (at, column.bytes)
+        at += column.bytes
+    return {s.name: (spans.get(f"{s.name}/codes"), spans[f"{s.name}/scales"]) for s in settings.sites}
