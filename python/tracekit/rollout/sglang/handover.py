@@ -64,9 +64,9 @@ class Handover:
         step = ""
         try:
             while (item := self._queue.get()) is not None:
-                if item.step != step:
+                folder = Path(self.settings.folder) / item.step
+                if item.step != step or not folder.exists():  # a resumed run removes the step that it takes again
                     self._seal(writer, step)
-                    folder = Path(self.settings.folder) / item.step
                     writer = GuidanceWriter(folder, self.settings.schema, encoding=self.settings.encoding)
                     step = item.step
                 self._write(writer, item)
