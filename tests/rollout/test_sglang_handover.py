@@ -2,12 +2,15 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import time
 
 import numpy as np
 import pytest
 
+from tracekit.errors import DataError
 from tracekit.guidance import SiteSpec, open_dataset, verify
 from tracekit.rollout.sglang.capture import Column
 from tracekit.rollout.sglang.handover import Finished, Handover
@@ -62,3 +65,28 @@ def test_closing_twice_is_closing(tmp_path):
     handover.close()
     handover.close()
     assert verify(tmp_path / "step_1")[0]["sealed"]
+
+
+def test_a_step_that_was_removed_is_written_anew(tmp_path):
+    handover = Handover(Settings(folder=str(tmp_path), sites=[SITE]), COLUMNS)
+    handover.put(finished("r0"))
+    wait_until(lambda: ids(tmp_path) == ["r0"])
+    shutil.rmtree(tmp_path / "step_1")
+    handover.put(finished("r1"))
+    handover.close()
+    handover.check()
+    assert ids(tmp_path) == ["r1"]
+
+
+def ids(folder):
+    try:
+        return sorted(open_dataset(folder / "step_1").ids())
+    except (DataError, FileNotFoundError):
+        return []
+
+
+def wait_until(what, seconds=20):
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.02)

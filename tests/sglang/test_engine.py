@@ -7,6 +7,7 @@ import pytest
 import torch
 from engine_sizes import CHUNK, VOCABULARY
 
+from tracekit.errors import EngineError
 from tracekit.guidance import verify
 
 
@@ -163,6 +164,65 @@ def test_a_published_version_is_served_and_the_old_prefixes_are_gone(served, ask
     recomputed(second)
     codes, _ = shares(first, second, "r0", "r0", 30)
     assert codes < 0.95
+
+
+def test_a_plain_update_publishes_the_same(served, ask, recomputed, monkeypatch):
+    """As on releases without update sessions: one call. This one wants a session around it, so the test holds it."""
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+
+    engine, learner = served.engine, served.learner
+    manager = engine._engine.tokenizer_manager
+    with torch.no_grad():
+        for p in learner.model.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2)))
+    learner.refresh()
+    learner.version += 1
+    before = ask([prompt(30)], 2, flush=True)
+    engine.load(learner.publish())
+    in_session = ask([prompt(30)], 2)
+    engine._run(_spoil(engine, learner.publish()), "spoiling")
+    spoiled = ask([prompt(30)], 2, flush=True)
+
+    monkeypatch.setattr(engine, "_has_sessions", lambda: False)
+    with pytest.raises(EngineError, match=f"publishing version {learner.version} failed"):
+        engine.load(learner.publish())
+    learner.version += 1
+    engine._run(manager.begin_weight_update(BeginWeightUpdateReqInput(), None), "begin")
+    engine.load(learner.publish())
+    engine._run(manager.end_weight_update(EndWeightUpdateReqInput(), None), "end")
+    plain = ask([prompt(30)], 2)
+    assert plain.outs[0]["meta_info"]["cached_tokens"] == 0
+    recomputed(plain)
+    assert set(plain.data["r0"].policy_version) == {learner.version}
+    logp = {
+        name: [entry[0] for entry in result.outs[0]["meta_info"]["output_token_logprobs"]]
+        for name, result in (("before", before), ("session", in_session), ("spoiled", spoiled), ("plain", plain))
+    }
+    assert logp["plain"] == logp["session"]
+    assert logp["before"] != logp["session"] != logp["spoiled"]
+
+
+async def _spoil(engine, weights):
+    """Other values for every tensor, so that one that is not published would show."""
+    from sglang.srt.managers import io_struct
+
+    manager = engine._engine.tokenizer_manager
+    named = [(name, torch.randn_like(t.float()).bfloat16() * 0.1) for name, t in engine._tensors(weights).items()]
+    update = io_struct.UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=engine._engine._serialize_tensors_per_rank(named, None), flush_cache=True
+    )
+    await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None)
+    done = await manager.update_weights_from_tensor(update, None)
+    await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None)
+    assert done[0], done[1]
+
+
+def test_weights_that_are_no_numbers_are_refused(served):
+    weights = served.learner.publish()
+    weights.dense["norm.weight"] = weights.dense["norm.weight"] * float("nan")
+    with pytest.raises(EngineError, match="log-prob of nan"):
+        served.engine.load(weights)
+    served.engine.load(served.learner.publish())
 
 
 def test_what_is_on_disk_passes_verify(served, ask):

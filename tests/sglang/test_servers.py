@@ -2,11 +2,7 @@
 
 import importlib.util
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -15,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from serving import end, family, free_port, start_server, wait_for
 
 from tracekit import config as tk
 from tracekit.errors import EngineError
@@ -28,36 +25,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None,
     reason="SGLang is not installed: pip install --no-deps -r tests/sglang/requirements.txt",
 )
-
-
-def start_server(model, port, log):
-    code = "import sys; from tracekit.cli import main; sys.exit(main())"
-    words = ["serve", str(model), "--port", str(port), "--max-total-tokens", "1024", "--max-running-requests", "8"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", code, *words], stdout=log, stderr=log, env=environment)
-
-
-def wait_for(process, port, seconds=400):
-    until = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < until:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.5)
-    pytest.fail(f"the server did not start, exit code {process.poll()}")
-
-
-def end(process):
-    """Kill the server and the processes it started: SGLang's own do not all end with their parent at once."""
-    import psutil
-
-    try:
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    except psutil.NoSuchProcess:
-        return
-    for member in family:
-        member.kill()
-    psutil.wait_procs(family, timeout=20)
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +55,7 @@ def served(tmp_path_factory):
         sites=make_schema(config, scales).sites,
     )
     settings.save(out / "engine_model" / FILE)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     connect = partial(
         SGLangServers,
         [f"http://127.0.0.1:{port}"],
@@ -228,6 +193,22 @@ def test_weights_that_do_not_load_are_an_error_and_the_server_lives(served):
     with pytest.raises(EngineError, match="update_weights_from_disk"):
         served.engine._post(served.engine.urls[0], "update_weights_from_disk", body)
     assert len(ask(served.engine, "lives").tokens) == 6
+
+
+def test_a_server_that_does_not_answer_is_named(served):
+    client = served.connect(served.settings)
+    client._timeout = 2
+    stopped = family(served.process)
+    for member in stopped:
+        member.suspend()
+    start = time.monotonic()
+    try:
+        with pytest.raises(EngineError, match=f"{served.port}/update_weights_from_disk.*did not answer within 2 s"):
+            client.load(served.learner.publish())
+    finally:
+        for member in stopped:
+            member.resume()
+    assert time.monotonic() - start < 10
 
 
 def test_a_killed_server_is_named(served):

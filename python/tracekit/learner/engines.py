@@ -92,4 +92,5 @@ def _sglang(config, run, learner, tokenizer, weights, static_scales):
         context=config.model.max_seq_len,
         seed=config.seed,
         arguments=config.rollout.sglang,
+        timeout=config.rollout.server_timeout,
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,11 @@ import torch
 
 from tracekit.errors import EngineError
 from tracekit.rollout.protocol import PublishedWeights, Rollouts
-from tracekit.rollout.sglang import platform
+from tracekit.rollout.sglang import platform, process
 from tracekit.rollout.sglang.settings import Settings
 
-SEAL_SECONDS = 30
-"""How long a scheduler that ends may take to seal its last dataset."""
+PROBE = [3, 2, 3]
+"""Token ids that any vocabulary has."""
 
 
 class SGLangEngine:
@@ -40,8 +42,10 @@ class SGLangEngine:
         context: int,
         seed: int,
         arguments: dict[str, Any] | None = None,
+        timeout: float = 600,
     ) -> None:
-        """Start an engine that serves `model_folder`. `tensors` gives published weights their Hugging Face names.
+        """Start an engine that serves `model_folder`. `tensors` gives published weights their Hugging Face names;
+        `timeout` is how many seconds a request or an update may take.
 
         Raises EngineError when SGLang is not installed or does not start.
         """
@@ -53,12 +57,14 @@ class SGLangEngine:
             ) from None
         self.settings, self.eos_id, self.layers, self.top_k = settings, eos_id, layers, top_k
         self.version = -1
-        self._tensors = tensors
+        self._tensors, self._timeout = tensors, timeout
+        self._task: asyncio.Task | None = None
         os.environ.update(settings.to_environment())
         options = {
             "model_path": str(model_folder),
             "context_length": context,
             "random_seed": seed,
+            "custom_sigquit_handler": process.ended_at_start,
             **engine_options(),
             **(arguments or {}),
         }
@@ -66,36 +72,40 @@ class SGLangEngine:
         try:
             self._engine = sglang.Engine(**options)
         except Exception as error:
-            raise EngineError(f"the SGLang engine did not start: {str(error).splitlines()[0]}") from error
+            raise EngineError(f"the SGLang engine did not start: {_first_line(error)}") from error
+        process.take_signals(self._engine, self._child_ended)
         self.start_seconds = time.monotonic() - start
 
     def load(self, weights: PublishedWeights) -> None:
-        """Publish every tensor in one update session; the prefix cache, whose rows are of older weights, is dropped."""
-        from sglang.srt.managers.io_struct import (
-            BeginWeightUpdateReqInput,
-            EndWeightUpdateReqInput,
-            UpdateWeightsFromTensorReqInput,
-        )
+        """Publish every tensor at once; the prefix cache, whose rows are of older weights, is dropped.
+
+        In an update session where this SGLang has them, else by a plain update: releases up to 0.5.17 load what they
+        are sent and do nothing more, which is right for tensors in the layout that was loaded.
+        """
+        from sglang.srt.managers import io_struct
 
         named = [(name, t.contiguous()) for name, t in self._tensors(weights).items()]
         manager = self._engine.tokenizer_manager
+        update = io_struct.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=self._engine._serialize_tensors_per_rank(named, None),
+            flush_cache=True,
+            weight_version=str(weights.version),
+        )
 
-        async def session() -> list[Any]:
-            update = UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=self._engine._serialize_tensors_per_rank(named, None),
-                flush_cache=True,
-                weight_version=str(weights.version),
-            )
+        async def publish() -> list[Any]:
+            if not self._has_sessions():
+                return [await manager.update_weights_from_tensor(update, None)]
             return [
-                await manager.begin_weight_update(BeginWeightUpdateReqInput(), None),
+                await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None),
                 await manager.update_weights_from_tensor(update, None),
-                await manager.end_weight_update(EndWeightUpdateReqInput(), None),
+                await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None),
             ]
 
-        for done in self._run(session()):
+        for done in self._run(publish(), f"publishing version {weights.version}"):
             if not done[0]:
                 raise EngineError(f"publishing version {weights.version} failed: {done[1]}")
         self.version = weights.version
+        self._probe()
 
     def generate(
         self,
@@ -139,34 +149,56 @@ class SGLangEngine:
         return [self]
 
     def shutdown(self) -> None:
-        """End the engine's processes. Its schedulers first: SGLang would kill them before their last dataset is
-        sealed."""
-        import psutil
-
-        watchdog = getattr(self._engine.tokenizer_manager, "_subprocess_watchdog", None)
-        if watchdog is not None:
-            watchdog.stop()  # it takes a child's end for a crash
-        ours = psutil.Process().children(recursive=True)
-        schedulers = [child for child in ours if "".join(child.cmdline()[:1]).startswith("sglang::scheduler")]
-        for scheduler in schedulers:
-            scheduler.terminate()
-        psutil.wait_procs(schedulers, timeout=SEAL_SECONDS)
-        self._engine.shutdown()
+        """End the engine's processes; its last dataset is sealed first."""
+        process.end(self._engine)
 
     def _ask(self, request: dict[str, Any], group_size: int) -> list[dict[str, Any]]:
         """SGLang's answers to `request`, in the order of its rows."""
-        try:
-            return self._engine.generate(**request)
-        except Exception as error:
-            raise EngineError(f"the SGLang engine failed: {str(error).splitlines()[0]}") from error
+        return self._run(self._engine.async_generate(**request), "sampling")
 
-    def _run(self, coroutine: Any) -> Any:
+    def _probe(self) -> None:
+        """Sample one token. Raises EngineError when the engine does not serve the version that it was given, or makes
+        no numbers of its weights."""
+        options = {"temperature": 0.0, "max_new_tokens": 1}
+        request = {"input_ids": [PROBE], "sampling_params": [options], "rid": None, "return_logprob": True}
+        for member in self.members():
+            (out,) = member._ask(request, 1)
+            meta = out["meta_info"]
+            where = getattr(member, "urls", ["the SGLang engine"])[0]
+            if meta["weight_version"] != str(self.version):
+                raise EngineError(f"{where} serves version {meta['weight_version']}, published was {self.version}")
+            logp = meta["output_token_logprobs"][0][0]
+            if logp is None or not math.isfinite(logp):
+                raise EngineError(f"{where}: the weights of version {self.version} give a log-prob of {logp}")
+
+    def _run(self, coroutine: Coroutine, what: str) -> Any:
+        """What `coroutine` gives, within the timeout and as long as the engine's processes live."""
+        loop = self._engine.loop
+        self._task = loop.create_task(asyncio.wait_for(coroutine, self._timeout))
         try:
-            return self._engine.loop.run_until_complete(coroutine)
-        except EngineError:
-            raise
+            return loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            raise EngineError(
+                f"the SGLang engine died ({what}): {process.ENDED}\ncontinue with --resume, which starts another"
+            ) from None
+        except TimeoutError:
+            raise EngineError(
+                f"the SGLang engine did not answer within {self._timeout:g} s ({what}; rollout.server_timeout)"
+            ) from None
         except Exception as error:
-            raise EngineError(f"the SGLang engine failed: {str(error).splitlines()[0]}") from error
+            raise EngineError(f"the SGLang engine failed ({what}): {_first_line(error)}") from error
+        finally:
+            self._task = None
+
+    def _child_ended(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    @staticmethod
+    def _has_sessions() -> bool:
+        from sglang.srt.managers import io_struct
+
+        return hasattr(io_struct, "BeginWeightUpdateReqInput")
 
     def _wait_for(self, step: str, names: Sequence[str]) -> None:
         from tracekit.errors import DataError
@@ -227,6 +259,10 @@ class SGLangEngine:
             topk_ids=top_ids,
             topk_logp=top_logp,
         )
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def engine_options() -> dict[str, Any]:

@@ -68,9 +68,10 @@ class Handover:
         step = ""
         try:
             while items := self._ready():
-                if items[0].step != step:
+                folder = Path(self.settings.folder) / items[0].step
+                # a resumed run removes the step that it takes again
+                if items[0].step != step or not folder.exists():
                     self._seal(writer, step)
-                    folder = Path(self.settings.folder) / items[0].step
                     writer = GuidanceWriter(folder, self.settings.schema, encoding=self.settings.encoding)
                     step = items[0].step
                 self._write(writer, items)

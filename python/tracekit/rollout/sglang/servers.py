@@ -59,6 +59,7 @@ class SGLangServers(SGLangEngine):
             for answer in [pool.submit(self._post, url, "update_weights_from_disk", body) for url in self.urls]:
                 answer.result()
         self.version = weights.version
+        self._probe()
         for old in self._folder.glob("version_*"):
             if old != folder:
                 shutil.rmtree(old)
