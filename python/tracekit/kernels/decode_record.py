@@ -19,7 +19,7 @@ from tracekit.guidance.complete import complete, global_scale_of
 from tracekit.guidance.record import BatchRecord, SiteRecord
 from tracekit.guidance.schema import SiteSpec
 from tracekit.kernels.guided_qdq import guided_qdq
-from tracekit.kernels.quantize_pack import pack_low_bits, unpack_low_bits
+from tracekit.kernels.low_bits import pack_low_bits, unpack_low_bits
 
 
 @dataclass(frozen=True, slots=True)
