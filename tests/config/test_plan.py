@@ -24,6 +24,13 @@ def test_sites_carry_profile_rows_and_width_and_record_what_was_asked_for():
     assert [name for name, site in sites.items() if site.scales] == ["layers.4.moe_input", "layers.4.v"]
 
 
+def test_eight_bit_experts_are_rounded_and_not_recorded():
+    config = tk.load([], {**MODEL, "quant.experts": "fp8-e4m3", "guidance.sites": ["k"]})
+    sites = {site.name: site for site in tk.plan(config)}
+    assert (sites["layers.0.moe_input"].block, sites["layers.0.moe_input"].profile) == (64, "fp8-e4m3")
+    assert {site.name.split(".")[2] for site in tk.guided_sites(config)} == {"k"}
+
+
 def test_bytes_per_token_are_codes_padded_to_bytes_plus_scales():
     config = tk.load([], {**MODEL, "guidance.bits": 3, "quant.global_scale": "token"})
     sizes = {site.name: site.bytes_per_token for site in tk.guided_sites(config)}

@@ -18,6 +18,15 @@ from tracekit.errors import ConfigError
         ({"guidance.layers": "last:99"}, "N must be 1 to"),
         ({"guidance.sites": []}, "guidance.sites is empty"),
         ({"guidance.sites": ["k", "k"]}, "each site once"),
+        ({"quant.experts": "int8"}, "int8 experts leave no record; take moe_input out, or set guidance.bits to 0"),
+        (
+            {"quant.forward": "hardware"},
+            "multiplies eight-bit codes, not nvfp4-exact; set quant.experts to fp8",
+        ),
+        (
+            {"quant.experts": "int8", "guidance.bits": 0, "rollout.engine": "sglang"},
+            "the SGLang plugin rounds to four bits",
+        ),
         ({"rollout.temperature": 0.0}, "rollout.temperature = 0.0: must be greater than 0"),
         ({"rollout.max_response_len": 128, "model.max_seq_len": 128}, "leaves no room for a prompt"),
         ({"optim.microbatch_tokens": 16}, "one row must fit"),
@@ -74,7 +83,7 @@ def test_unquantised_modules_may_have_any_width():
     tk.validate(tk.load([], {**base, "quant.experts": "none", "quant.kv": "none"}))
 
 
-@pytest.mark.parametrize("name", ["quickstart.toml", "qat.toml", "bf16.toml"])
+@pytest.mark.parametrize("name", ["quickstart.toml", "qat.toml", "bf16.toml", "qarl.toml"])
 def test_shipped_configurations_are_valid(name, repository):
     overlays = [repository / "configs" / name] if name != "quickstart.toml" else []
     tk.validate(tk.load([repository / "configs" / "quickstart.toml", *overlays]))

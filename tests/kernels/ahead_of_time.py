@@ -34,12 +34,16 @@ def shared(profile: str, rows: int) -> dict:
     return dict(
         BLOCK=p.block, ROWS=rows, SCALES=1, CHAIN=CHAINS[profile], TABLE=False, E8M0=p.scale_format == "e8m0",
         MIN_SCALE=getattr(p, "min_scale", 0), AWAY=p.ties == "away", HARDWARE=True, PAIRS=True, INTERPRET=False,
+        PARTIAL=False,
     )  # fmt: skip
 
 
 def sources(name: str):
-    """(kernel, constexprs, types) of `quantize:PROFILE:BITS`, `guided:PROFILE:BITS`, `kv:PROFILE:LAYOUT`,
-    `eight:KIND:BITS` or `attention:DECODE:TILE`."""
+    """(kernel, constexprs, types) of `quantize:PROFILE:BITS`, `guided:PROFILE:BITS`, `kv:PROFILE:LAYOUT` (each also as
+    `partial-...`: rows with a short last block), `eight:KIND:BITS` or `attention:DECODE:TILE`."""
+    if name.startswith("partial-"):
+        kernel, options, types = sources(name.removeprefix("partial-"))
+        return kernel, options | dict(PARTIAL=True, PAIRS=False), types | dict(packed_ptr="*u8", low_ptr="*u8")
     kind, profile, n = name.split(":")
     if kind == "attention":
         options = dict(HEADS=4, GROUP=8, ROWS=8, D=128, PAGE=64, TILE=int(n), DECODE=profile)
@@ -68,7 +72,9 @@ def report(name: str) -> dict:
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, a in enumerate(kernel.arg_names)
-        if a in types and (types[a][0] == "*" or a in ("n_blocks", "width", "length"))
+        if a in types
+        and (types[a][0] == "*" or a in ("n_blocks", "width", "length"))
+        and not (a == "length" and name.startswith("partial"))
     }
     source = ASTSource(kernel, signature, constexprs={(kernel.arg_names.index(k),): v for k, v in constexprs.items()},
                        attrs=aligned)  # fmt: skip

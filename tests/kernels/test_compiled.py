@@ -36,6 +36,20 @@ def test_code_for_hopper(names):
         assert (r["approximate"] > 0) == ("nvfp4-fast" in r["name"]), r
 
 
+def test_code_for_short_last_blocks():
+    """The branch for rows that blocks do not divide compiles too, without spills or fp64."""
+    pytest.importorskip("triton")
+    names = ["partial-quantize:nvfp4-exact:1", "partial-guided:mxfp4-rceil:2", "partial-kv:nvfp4-exact:1"]
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, str(PROGRAM), *names], env=env, capture_output=True, text=True)
+    if "ptxas" in done.stderr and "not found" in done.stderr.lower():
+        pytest.skip("triton came without ptxas")
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [r["name"] for r in rows] == names
+    assert all(r["instructions"] > 100 and r["spills"] == r["fp64"] == 0 for r in rows), rows
+
+
 @pytest.mark.long
 def test_eight_bit_code_for_hopper():
     """The same of the kernels over rows, which reduce across warps and so do wait."""

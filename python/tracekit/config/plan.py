@@ -11,6 +11,9 @@ from tracekit.errors import ConfigError
 BLOCK = {"nvfp4-exact": 16, "mxfp4-rceil": 32, "kv-mx16": 16}
 """Values that share one scale byte, per profile."""
 
+W8A8 = frozenset({"int8", "fp8-e4m3"})
+"""Profiles of eight bits with a scale a row: rounded, never recorded."""
+
 TOKEN_SCALED = frozenset({"nvfp4-exact"})
 """Profiles with a global scale, which `quant.global_scale = "token"` records for every token."""
 
@@ -69,7 +72,8 @@ def plan(config: Config) -> list[Site]:
         for short, (profile, planes, width) in shapes.items():
             if profile == "none":
                 continue
-            recorded = config.guidance.bits > 0 and layer in layers and short in config.guidance.sites
+            wanted = config.guidance.bits > 0 and layer in layers and short in config.guidance.sites
+            recorded = wanted and profile not in W8A8
             token_scale = config.quant.global_scale == "token" and profile in TOKEN_SCALED
             sites.append(
                 Site(
@@ -77,7 +81,7 @@ def plan(config: Config) -> list[Site]:
                     profile=profile,
                     planes=planes,
                     width=width,
-                    block=BLOCK[profile],
+                    block=BLOCK.get(profile, width),
                     bits=config.guidance.bits if recorded else 0,
                     scales=recorded,
                     global_scale_bytes=4 if token_scale else 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-ExpertProfile = Literal["none", "nvfp4-exact", "mxfp4-rceil"]
+ExpertProfile = Literal["none", "nvfp4-exact", "mxfp4-rceil", "int8", "fp8-e4m3"]
 KVProfile = Literal["none", "nvfp4-exact", "mxfp4-rceil", "kv-mx16"]
 GuidanceSite = Literal["moe_input", "k", "v"]
 AggMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"]
@@ -91,10 +91,14 @@ class RolloutConfig:
 
 @dataclass(kw_only=True, slots=True)
 class QuantConfig:
-    """Which values are rounded to four bits, in the sampler and in the learner alike."""
+    """Which values are rounded, in the sampler and in the learner alike."""
 
     experts: ExpertProfile = "nvfp4-exact"
-    """Profile of the routed experts' weights and activations."""
+    """Profile of the routed experts' weights and activations. `int8` and `fp8-e4m3` (W8A8: a scale a channel and a
+    token) are not recorded; the in-process engine samples with them."""
+    forward: Literal["emulated", "hardware"] = "emulated"
+    """How the learner multiplies W8A8 experts: their dequantised values, or (QaRL's aligned forward) the codes, with
+    the scales after the sum, where the device can. A GPU that cannot emulates; a CPU multiplies codes."""
     kv: KVProfile = "nvfp4-exact"
     """Profile of K and V in the softmax-attention layers."""
     global_scale: Literal["static", "token"] = "static"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tracekit.config import fields
-from tracekit.config.plan import BLOCK, guided_layers
+from tracekit.config.plan import BLOCK, W8A8, guided_layers
 from tracekit.config.schema import Config
 from tracekit.errors import ConfigError
 
@@ -164,6 +164,17 @@ def _guidance(config: Config) -> None:
         raise ConfigError(f"guidance.sites = {guidance.sites}: each site once")
     if guidance.bits and not guidance.sites:
         raise ConfigError("guidance.sites is empty; name a site, or set guidance.bits to 0 for plain QAT")
+    quant = config.quant
+    if guidance.bits and "moe_input" in guidance.sites and quant.experts in W8A8:
+        raise ConfigError(
+            f"guidance.sites = {guidance.sites}: {quant.experts} experts leave no record; take moe_input out, or set "
+            "guidance.bits to 0"
+        )
+    if quant.forward == "hardware" and quant.experts not in W8A8:
+        raise ConfigError(
+            f'quant.forward = "hardware" multiplies eight-bit codes, not {quant.experts}; set quant.experts to '
+            f'{" or ".join(sorted(W8A8))}, or quant.forward to "emulated"'
+        )
 
 
 def _sglang(config: Config) -> None:
@@ -177,6 +188,11 @@ def _sglang(config: Config) -> None:
             raise ConfigError(f"rollout.servers: {url!r} is not an address such as http://127.0.0.1:30000")
     if config.rollout.servers and config.rollout.sglang:
         raise ConfigError("rollout.sglang is for an engine of this machine; give them to `tracekit serve`")
+    if config.quant.experts in W8A8:
+        raise ConfigError(
+            f"quant.experts = {config.quant.experts!r}: the SGLang plugin rounds to four bits; use rollout.engine = "
+            '"in_process"'
+        )
     if config.quant.global_scale == "token":
         raise ConfigError(
             'quant.global_scale = "token": the SGLang plugin rounds under static scales; set it to "static"'

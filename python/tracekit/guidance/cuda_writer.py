@@ -123,7 +123,7 @@ class DeviceWriter:
             if codes is not None:
                 if not packed:
                     # Imported here: kernels need more than the store does.
-                    from tracekit.kernels.quantize_pack import pack_low_bits
+                    from tracekit.kernels.low_bits import pack_low_bits
 
                     codes = pack_low_bits(codes.reshape(n, spec.planes, spec.width), spec.bits)
                 sent.append(codes)

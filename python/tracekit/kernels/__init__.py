@@ -8,7 +8,8 @@ from tracekit.kernels.expert_weights import PublishedWeights, fake_quantize_expe
 from tracekit.kernels.fp4_decode_attention import fp4_decode_attention
 from tracekit.kernels.guided_qdq import guided_qdq
 from tracekit.kernels.kv_write import write_kv
-from tracekit.kernels.quantize_pack import pack_low_bits, quantize_pack, quantize_pack_into, unpack_low_bits
+from tracekit.kernels.low_bits import pack_low_bits, unpack_low_bits
+from tracekit.kernels.quantize_pack import quantize_pack, quantize_pack_into
 
 __all__ = [
     "DeviceRecord",

@@ -107,11 +107,13 @@ def aligned_grouped(
     *,
     master: Tensor | None = None,
     global_scale: Tensor | None = None,
+    codes_on_cpu: bool = False,
 ) -> Tensor:
     """Rows of x [T, K], sorted by expert, times their experts' quantised weights: [T, N] in x's dtype.
 
     `weight_q`, `scale` and `global_scale` (a scalar, or [E, 1, 1]) are those of weights [E, N, K], `master` the
     weights themselves (for their gradient only). `ends` int32 [E]: where each expert's rows end; the last must be T.
+    `codes_on_cpu` as in `aligned_linear`.
     """
     p = profile_info(profile)
     if x.dim() != 2 or weight_q.dim() != 3 or ends.shape != weight_q.shape[:1] or ends.dtype != torch.int32:
@@ -121,5 +123,5 @@ def aligned_grouped(
         )
     experts, outer, inner = len(weight_q), weight_q.shape[1], x.shape[-1]
     check_weight(p, x, master, weight_q, (experts, outer, inner))
-    hardware, grouped = has_product(p, x, inner, outer), has_grouped_product(p, x, inner, outer)
+    hardware, grouped = has_product(p, x, inner, outer, codes_on_cpu), has_grouped_product(p, x, inner, outer)
     return _aligned_grouped(x, master, weight_q, scale, global_scale, ends, p.name, hardware, grouped)

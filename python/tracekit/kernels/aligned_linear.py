@@ -27,10 +27,12 @@ def is_w8a8(p: Profile) -> bool:
     return p.bits == 8 and p.block == 0
 
 
-def has_product(p: Profile, x: Tensor, inner: int, outer: int) -> bool:
-    """Whether the device of x multiplies p's codes itself, at [*, inner] x [outer, inner]."""
-    if not is_w8a8(p) or x.device.type != "cuda" or inner % 16 or outer % 16:
+def has_product(p: Profile, x: Tensor, inner: int, outer: int, cpu: bool = False) -> bool:
+    """Whether the device of x multiplies p's codes itself, at [*, inner] x [outer, inner]; a CPU does if asked to."""
+    if not is_w8a8(p) or inner % 16 or outer % 16:
         return False
+    if x.device.type != "cuda":
+        return cpu
     return torch.cuda.get_device_capability(x.device) >= ((8, 9) if isinstance(p, E4M3) else (8, 0))
 
 
@@ -127,14 +129,15 @@ def aligned_linear(
     *,
     master: Tensor | None = None,
     global_scale: Tensor | None = None,
+    codes_on_cpu: bool = False,
 ) -> Tensor:
     """x [..., K] times the quantised weight's transpose: [..., N] in x's dtype.
 
     `weight_q`, `scale` and `global_scale` are what `quantize(weight, profile)` has as `.packed`, `.scales` and
     `.global_scale` for a weight [N, K]. `master`, the weight [N, K] they came from, is not read: the straight-through
-    gradient goes to it. On a CPU the product is emulated.
+    gradient goes to it. On a CPU the product is emulated, unless `codes_on_cpu` asks for that of the codes.
     """
     p = profile_info(profile)
     check_weight(p, x, master, weight_q, (weight_q.shape[0], x.shape[-1]))
-    hardware = has_product(p, x, x.shape[-1], weight_q.shape[0])
+    hardware = has_product(p, x, x.shape[-1], weight_q.shape[0], codes_on_cpu)
     return _aligned_linear(x, master, weight_q, scale, global_scale, p.name, hardware)

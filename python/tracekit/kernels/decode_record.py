@@ -19,7 +19,7 @@ from tracekit.guidance.complete import complete, global_scale_of
 from tracekit.guidance.record import BatchRecord, SiteRecord
 from tracekit.guidance.schema import SiteSpec
 from tracekit.kernels.guided_qdq import guided_qdq
-from tracekit.kernels.quantize_pack import pack_low_bits, unpack_low_bits
+from tracekit.kernels.low_bits import pack_low_bits, unpack_low_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,14 @@ class DeviceRecord:
 
 
 @torch.no_grad()
-def decode_on_device(x: Tensor, record: DeviceRecord, *, sigma: float = 0.01) -> tuple[Tensor | None, Tensor, Tensor]:
+def decode_on_device(
+    x: Tensor, record: DeviceRecord, *, sigma: float = 0.01, stats: dict[str, int] | None = None
+) -> tuple[Tensor | None, Tensor, Tensor]:
     """The sampler's rounding at x [T, K] or [T, planes, K], the activations that enter the quantiser.
 
     Returns packed low bits u8 [T, (planes,) ceil(K*bits/8)] (None for bits = 0), scales u8 [T, (planes,) nb] and
-    `row_ok` bool [T, (planes)]. Scales of a row that is not ok are the profile's `missing_scale`.
+    `row_ok` bool [T, (planes)]. Scales of a row that is not ok are the profile's `missing_scale`. `stats` is added to
+    as `tracekit.guidance.decode` does it, which waits for the device.
     """
     site, lead = record.site, x.shape[:-1]
     rows = record.scales.shape[0] * record.scales.shape[1]
@@ -68,14 +71,18 @@ def decode_on_device(x: Tensor, record: DeviceRecord, *, sigma: float = 0.01) ->
         raise DataError(f"site '{site.name}': x is {tuple(x.shape)}, its record has rows {tuple(record.scales.shape)}")
     packed, scales = record.codes, record.scales.reshape(rows, -1)
     ok = torch.ones(rows, dtype=torch.bool, device=x.device)
+    found = torch.zeros_like(ok)
     if site.scale_bits < 8:
         leaders = None
         if site.encoding == "rm15":
             leaders = unpack_low_bits(packed.reshape(rows, -1), 1, site.width)
         flat = x.reshape(rows, site.width).float()
-        bits, scales, ok, _ = complete(flat, leaders, scales, record.checks, record.global_scale, site, sigma)
+        bits, scales, ok, found = complete(flat, leaders, scales, record.checks, record.global_scale, site, sigma)
         if site.encoding == "rm15":
             packed = pack_low_bits(bits, 1)
+    if stats is not None:
+        for key, value in (("rows", rows), ("rows_recovered", found.sum()), ("rows_fallback", (~ok).sum())):
+            stats[key] = stats.get(key, 0) + int(value)
     return (
         None if packed is None else packed.reshape(*lead, -1),
         scales.reshape(*lead, -1),

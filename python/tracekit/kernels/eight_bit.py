@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tracekit.errors import ConfigError
 from tracekit.kernels._triton import INTERPRET, cdiv, hardware_casts, jit, runs_triton, tl
-from tracekit.kernels.quantize_pack import unpack_low_bits
+from tracekit.kernels.low_bits import unpack_low_bits
 from tracekit.kernels.rounding import e4m3_decode, e4m3_encode, narrow, widen, with_sign
 from tracekit.numerics.eight_bit import E4M3, Int
 from tracekit.numerics.guided_table import check_e4m3, guided_round_e4m3

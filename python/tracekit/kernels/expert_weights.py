@@ -17,8 +17,8 @@ from tracekit.numerics.scales import expert_global_scale
 
 
 class PublishedWeights(NamedTuple):
-    """`values` [E, out, in] in the weight's dtype (gradient 1 to the weight), `packed` u8 [E, out, in/2], `scales` u8
-    [E, out, in/block], `global_scale` fp32 [E, 1, 1] or None.
+    """`values` [E, out, in] in the weight's dtype (gradient 1 to the weight), `packed` u8 [E, out, ceil(in/2)],
+    `scales` u8 [E, out, ceil(in/block)], `global_scale` fp32 [E, 1, 1] or None.
     """
 
     values: Tensor

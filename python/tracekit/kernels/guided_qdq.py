@@ -15,7 +15,9 @@ from torch import Tensor
 from tracekit.errors import ConfigError
 from tracekit.kernels._triton import INTERPRET, cdiv, jit, runs_triton, tl
 from tracekit.kernels.chains import chain_of, choose_scale, over_scale, scale_factor, scale_inverse
-from tracekit.kernels.quantize_pack import chain_options, check_supported, per_block_scales, unpack_low_bits
+from tracekit.kernels.low_bits import unpack_low_bits
+from tracekit.kernels.partial import blocks_of, load_codes, load_partial, place
+from tracekit.kernels.quantize_pack import chain_options, check_supported, per_block_scales
 from tracekit.kernels.rounding import absolute_maximum, e2m1_magnitude, load_eight, narrow, with_sign
 from tracekit.numerics.guided import guided_round
 from tracekit.numerics.profiles import Profile, profile_info
@@ -78,20 +80,39 @@ def guided_values(
 
 
 @jit
-def _codes(low_ptr, eight, mask, ROWS: tl.constexpr, BITS: tl.constexpr):
-    """Low-bit codes int32 [ROWS, 8] of eight elements stored in BITS bytes at byte `eight * BITS`."""
-    word = tl.load(low_ptr + eight * BITS, mask=mask, other=0).to(tl.int32)
+def _codes(low_ptr, at, mask, ROWS: tl.constexpr, BITS: tl.constexpr):
+    """Low-bit codes int32 [ROWS, 8] of eight elements stored in BITS bytes from byte `at`."""
+    word = tl.load(low_ptr + at, mask=mask, other=0).to(tl.int32)
     for i in tl.static_range(1, BITS):
-        word = word | (tl.load(low_ptr + eight * BITS + i, mask=mask, other=0).to(tl.int32) << (8 * i))
+        word = word | (tl.load(low_ptr + at + i, mask=mask, other=0).to(tl.int32) << (8 * i))
     codes = word[:, None] >> (tl.arange(0, 8) * BITS)[None, :]
     return codes if BITS == 1 else codes & ((1 << BITS) - 1)  # one bit is masked where it is used
 
 
 @jit
+def _load_tile(
+    x_ptr, low_ptr, start, low_at, left, mask,
+    ROWS: tl.constexpr, BITS: tl.constexpr, PARTIAL: tl.constexpr, PAIRS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Eight elements of each row as fp32 and their codes (the elements again for BITS 0)."""
+    if PARTIAL:
+        x = load_partial(x_ptr, start, left, mask, INTERPRET)
+        c = x
+        if BITS > 0:
+            c = load_codes(low_ptr, low_at, left, mask, BITS)
+    else:
+        x = load_eight(x_ptr, start, mask, ROWS, PAIRS)
+        c = x
+        if BITS > 0:
+            c = _codes(low_ptr, low_at, mask, ROWS, BITS)
+    return x, c
+
+
+@jit
 def _guide_tile(
-    x, codes, inverse, factor, decode, missing, out_ptr, offset, mask,
+    x, codes, inverse, factor, decode, missing, out_ptr, offset, left, mask,
     BITS: tl.constexpr, OPEN: tl.constexpr, CHAIN: tl.constexpr, AWAY: tl.constexpr, SOME_MISSING: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    PARTIAL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Round and store eight elements of each row; rows in `missing` to nearest."""
     if BITS > 0:
@@ -103,35 +124,42 @@ def _guide_tile(
     v = q * factor
     if CHAIN == "exact" or CHAIN == "fast" or CHAIN == "mse" or CHAIN == "mae":
         v = v * decode
-    tl.store(out_ptr + offset[:, None] + tl.arange(0, 8)[None, :], narrow(v, out_ptr, INTERPRET), mask=mask[:, None])
+    live = mask[:, None]
+    if PARTIAL:
+        live = live & (tl.arange(0, 8)[None, :] < left[:, None])
+    tl.store(out_ptr + offset[:, None] + tl.arange(0, 8)[None, :], narrow(v, out_ptr, INTERPRET), mask=live)
 
 
 @jit
 def _guided_qdq_kernel(
-    x_ptr, low_ptr, scales_ptr, g_ptr, ulp_ptr, out_ptr, n_blocks, blocks_per_scale,
+    x_ptr, low_ptr, scales_ptr, g_ptr, ulp_ptr, out_ptr, n_blocks, blocks_per_scale, length,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, OPEN: tl.constexpr, SCALES: tl.constexpr,
     CHAIN: tl.constexpr, TABLE: tl.constexpr, E8M0: tl.constexpr, MIN_SCALE: tl.constexpr, AWAY: tl.constexpr,
-    MISSING: tl.constexpr, HARDWARE: tl.constexpr, PAIRS: tl.constexpr, INTERPRET: tl.constexpr,
+    MISSING: tl.constexpr, PARTIAL: tl.constexpr, HARDWARE: tl.constexpr, PAIRS: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = block < n_blocks
-    start = block * BLOCK
     # Every load is issued before the first use: the branch below waits for the scales.
-    x0 = load_eight(x_ptr, start, mask, ROWS, PAIRS)
-    x1 = load_eight(x_ptr, start + 8, mask, ROWS, PAIRS)
+    if PARTIAL:
+        row, column = place(block, length, BLOCK)
+        left = length - column
+        start = row * length + column
+        low_at = row * ((length * BITS + 7) // 8) + column // 8 * BITS
+    else:
+        left = block
+        start = block * BLOCK
+        low_at = block * (BLOCK // 8) * BITS
+    x0, c0 = _load_tile(x_ptr, low_ptr, start, low_at, left, mask, ROWS, BITS, PARTIAL, PAIRS, INTERPRET)
+    x1, c1 = _load_tile(x_ptr, low_ptr, start + 8, low_at + BITS, left - 8, mask, ROWS, BITS, PARTIAL, PAIRS,
+                        INTERPRET)  # fmt: skip
     byte = tl.load(scales_ptr + block, mask=mask, other=0).to(tl.int32)
-    eight = block * (BLOCK // 8)
-    c0, c1 = x0, x1
-    if BITS > 0:
-        c0 = _codes(low_ptr, eight, mask, ROWS, BITS)
-        c1 = _codes(low_ptr, eight + 1, mask, ROWS, BITS)
     x2, x3, c2, c3 = x0, x1, c0, c1
     if BLOCK == 32:
-        x2 = load_eight(x_ptr, start + 16, mask, ROWS, PAIRS)
-        x3 = load_eight(x_ptr, start + 24, mask, ROWS, PAIRS)
-        if BITS > 0:
-            c2 = _codes(low_ptr, eight + 2, mask, ROWS, BITS)
-            c3 = _codes(low_ptr, eight + 3, mask, ROWS, BITS)
+        x2, c2 = _load_tile(x_ptr, low_ptr, start + 16, low_at + 2 * BITS, left - 16, mask, ROWS, BITS, PARTIAL, PAIRS,
+                            INTERPRET)  # fmt: skip
+        x3, c3 = _load_tile(x_ptr, low_ptr, start + 24, low_at + 3 * BITS, left - 24, mask, ROWS, BITS, PARTIAL, PAIRS,
+                            INTERPRET)  # fmt: skip
     g = 1.0
     decode = 1.0
     if not E8M0:
@@ -151,27 +179,27 @@ def _guided_qdq_kernel(
         byte = tl.where(missing > 0, own, byte)
         inverse = scale_inverse(byte, g, ulp_ptr, CHAIN, TABLE)[:, None]
         factor = scale_factor(byte, g, CHAIN)[:, None]
-        _guide_tile(x0, c0, inverse, factor, decode, missing, out_ptr, start, mask, BITS, OPEN, CHAIN, AWAY, True,
-                    INTERPRET)  # fmt: skip
-        _guide_tile(x1, c1, inverse, factor, decode, missing, out_ptr, start + 8, mask, BITS, OPEN, CHAIN, AWAY, True,
-                    INTERPRET)  # fmt: skip
+        _guide_tile(x0, c0, inverse, factor, decode, missing, out_ptr, start, left, mask, BITS, OPEN, CHAIN,
+                    AWAY, True, PARTIAL, INTERPRET)  # fmt: skip
+        _guide_tile(x1, c1, inverse, factor, decode, missing, out_ptr, start + 8, left - 8, mask, BITS, OPEN, CHAIN,
+                    AWAY, True, PARTIAL, INTERPRET)  # fmt: skip
         if BLOCK == 32:
-            _guide_tile(x2, c2, inverse, factor, decode, missing, out_ptr, start + 16, mask, BITS, OPEN, CHAIN, AWAY,
-                        True, INTERPRET)  # fmt: skip
-            _guide_tile(x3, c3, inverse, factor, decode, missing, out_ptr, start + 24, mask, BITS, OPEN, CHAIN, AWAY,
-                        True, INTERPRET)  # fmt: skip
+            _guide_tile(x2, c2, inverse, factor, decode, missing, out_ptr, start + 16, left - 16, mask, BITS, OPEN,
+                        CHAIN, AWAY, True, PARTIAL, INTERPRET)  # fmt: skip
+            _guide_tile(x3, c3, inverse, factor, decode, missing, out_ptr, start + 24, left - 24, mask, BITS, OPEN,
+                        CHAIN, AWAY, True, PARTIAL, INTERPRET)  # fmt: skip
     else:
         inverse = scale_inverse(byte, g, ulp_ptr, CHAIN, TABLE)[:, None]
         factor = scale_factor(byte, g, CHAIN)[:, None]
-        _guide_tile(x0, c0, inverse, factor, decode, missing, out_ptr, start, mask, BITS, OPEN, CHAIN, AWAY, False,
-                    INTERPRET)  # fmt: skip
-        _guide_tile(x1, c1, inverse, factor, decode, missing, out_ptr, start + 8, mask, BITS, OPEN, CHAIN, AWAY, False,
-                    INTERPRET)  # fmt: skip
+        _guide_tile(x0, c0, inverse, factor, decode, missing, out_ptr, start, left, mask, BITS, OPEN, CHAIN,
+                    AWAY, False, PARTIAL, INTERPRET)  # fmt: skip
+        _guide_tile(x1, c1, inverse, factor, decode, missing, out_ptr, start + 8, left - 8, mask, BITS, OPEN, CHAIN,
+                    AWAY, False, PARTIAL, INTERPRET)  # fmt: skip
         if BLOCK == 32:
-            _guide_tile(x2, c2, inverse, factor, decode, missing, out_ptr, start + 16, mask, BITS, OPEN, CHAIN, AWAY,
-                        False, INTERPRET)  # fmt: skip
-            _guide_tile(x3, c3, inverse, factor, decode, missing, out_ptr, start + 24, mask, BITS, OPEN, CHAIN, AWAY,
-                        False, INTERPRET)  # fmt: skip
+            _guide_tile(x2, c2, inverse, factor, decode, missing, out_ptr, start + 16, left - 16, mask, BITS, OPEN,
+                        CHAIN, AWAY, False, PARTIAL, INTERPRET)  # fmt: skip
+            _guide_tile(x3, c3, inverse, factor, decode, missing, out_ptr, start + 24, left - 24, mask, BITS, OPEN,
+                        CHAIN, AWAY, False, PARTIAL, INTERPRET)  # fmt: skip
 
 
 def launch_guided_qdq(
@@ -180,14 +208,14 @@ def launch_guided_qdq(
 ) -> None:  # fmt: skip
     """Start the kernel, `rows` blocks a program on `warps` warps (0: chosen by size), writing to contiguous `out`."""
     x = x.contiguous()
-    n = x.numel() // p.block
+    n, k = blocks_of(x.shape, p.block), x.shape[-1]
     if n == 0:
         return
     g_blocks, n_scales, covers = per_block_scales(x, g if p.has_global else None, p.block)
     rows = rows or (1024 if INTERPRET else 32)
     chain = chain_of(p, x)
     _guided_qdq_kernel[(cdiv(n, rows),)](
-        x, scales if low is None else low.contiguous(), scales.contiguous(), g_blocks, chain.ulps, out, n, covers,
+        x, scales if low is None else low.contiguous(), scales.contiguous(), g_blocks, chain.ulps, out, n, covers, k,
         ROWS=rows, BITS=bits, OPEN=open_, TABLE=chain.table, MISSING=p.missing_scale,
         num_warps=warps or max(1, rows // 64), **chain_options(p, x, n_scales),
     )  # fmt: skip
@@ -229,10 +257,11 @@ def guided_qdq(
     global_scale: Tensor | float | None = None,
     rounding: str = "bracket",
 ) -> Tensor:
-    """Guided quantise-dequantise of x [..., K] (K whole blocks), in x's dtype; gradient 1 with respect to x only.
+    """Guided quantise-dequantise of x [..., K], in x's dtype; gradient 1 with respect to x only.
 
-    `low` u8 [..., K*bits/8] is the record's codes as stored (element j in bits [bits*j, bits*j + bits) of its row;
-    None for `bits=0`), `scales` u8 [..., K/block] its scale bytes. Otherwise as `tracekit.numerics.guided_round`.
+    `low` u8 [..., ceil(K*bits/8)] is the record's codes as stored (element j in bits [bits*j, bits*j + bits) of its
+    row; None for `bits=0`), `scales` u8 [..., ceil(K/block)] its scale bytes. Otherwise as
+    `tracekit.numerics.guided_round`.
     """
     p = profile_info(profile)
     check_supported(x, p)
@@ -241,10 +270,11 @@ def guided_qdq(
     if not 0 <= bits <= 4:
         raise ConfigError(f"bits must be 0..4, not {bits}")
     k = x.shape[-1]
-    wanted = (*x.shape[:-1], k * bits // 8)
+    wanted = (*x.shape[:-1], cdiv(k * bits, 8))
     if bits and (low is None or low.shape != wanted):
         raise ConfigError(f"packed codes must be {wanted}, not {None if low is None else tuple(low.shape)}")
-    if scales.shape != (*x.shape[:-1], k // p.block):
-        raise ConfigError(f"scales must be {(*x.shape[:-1], k // p.block)}, not {tuple(scales.shape)}")
+    wanted = (*x.shape[:-1], cdiv(k, p.block))
+    if scales.shape != wanted:
+        raise ConfigError(f"scales must be {wanted}, not {tuple(scales.shape)}")
     g = resolve_global_scale(x, p, None, global_scale)
     return _guided_qdq(x, low if bits else None, scales, g, bits, p.name, rounding == "bracket_open")

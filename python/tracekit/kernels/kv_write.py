@@ -1,6 +1,6 @@
 """K and V quantised when they are written to a paged pool, with their low bits kept for the record: one kernel.
 
-Layouts of the scales (codes are u8 [slots, Hkv, D/2] in all of them):
+Layouts of the scales (codes are u8 [slots, Hkv, ceil(D/2)] in all of them; D/block stands for its ceiling):
 
 * `linear`: [slots, Hkv, D/block], what `fp4_decode_attention` reads;
 * `native`: [pages, Hkv, page, D/block], SGLang's native NVFP4 pool for K;
@@ -16,10 +16,11 @@ from torch import Tensor
 from tracekit.errors import ConfigError
 from tracekit.kernels._triton import INTERPRET, cdiv, jit, runs_triton, tl
 from tracekit.kernels.chains import chain_of
+from tracekit.kernels.low_bits import pack_low_bits
+from tracekit.kernels.partial import blocks_of
 from tracekit.kernels.quantize_pack import (
     chain_options,
     check_supported,
-    pack_low_bits,
     per_block_scales,
     quantize_blocks,
 )
@@ -33,11 +34,11 @@ LAYOUTS = ("linear", "native", "native_v")
 @jit
 def _write_kv_kernel(
     x_ptr, slots_ptr, g_ptr, ulp_ptr, packed_ptr, scales_ptr, low_ptr, n_blocks, blocks_per_scale, blocks_per_token,
-    page, four_bits,
+    page, length, four_bits,
     PER_HEAD: tl.constexpr, LAYOUT: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, CHAIN: tl.constexpr,
     TABLE: tl.constexpr, E8M0: tl.constexpr, MIN_SCALE: tl.constexpr, AWAY: tl.constexpr, KEEP: tl.constexpr,
-    HARDWARE: tl.constexpr, PAIRS: tl.constexpr, INTERPRET: tl.constexpr,
+    PARTIAL: tl.constexpr, HARDWARE: tl.constexpr, PAIRS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """PER_HEAD is the number of blocks of a head; LAYOUT the index in LAYOUTS."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -59,8 +60,8 @@ def _write_kv_kernel(
         at = (head * page + row) * PER_HEAD + s
     quantize_blocks(
         x_ptr, g_ptr, ulp_ptr, packed_ptr, scales_ptr, low_ptr, x_ptr, block, target, at, mask, blocks_per_scale,
-        four_bits, BLOCK, ROWS, BITS, False, SCALES, CHAIN, TABLE, E8M0, MIN_SCALE, AWAY, KEEP, HARDWARE, PAIRS,
-        INTERPRET,
+        length, four_bits, BLOCK, ROWS, BITS, False, SCALES, CHAIN, TABLE, E8M0, MIN_SCALE, AWAY, KEEP, PARTIAL,
+        HARDWARE, PAIRS, INTERPRET,
     )  # fmt: skip
 
 
@@ -84,16 +85,18 @@ def launch_write_kv(
 ) -> None:  # fmt: skip
     """Start the kernel."""
     x, slots = x.contiguous(), slots.contiguous()
-    n = x.numel() // p.block
+    n, d = blocks_of(x.shape, p.block), x.shape[-1]
     if n == 0:
         return
     g_blocks, n_scales, covers = per_block_scales(x, g if p.has_global else None, p.block)
     chain = chain_of(p, x)
     rows = 1024 if INTERPRET else 32
+    if d % p.block == 0:
+        codes_pool, low = codes_pool.view(torch.int32), None if low is None else low.view(torch.uint16)
     _write_kv_kernel[(cdiv(n, rows),)](
-        x, slots, g_blocks, chain.ulps, codes_pool.view(torch.int32), scales_pool,
-        scales_pool if low is None else low.view(torch.uint16), n, covers, n // x.shape[0], page, 0x40800000,
-        PER_HEAD=x.shape[-1] // p.block, LAYOUT=LAYOUTS.index(layout), ROWS=rows, BITS=bits, TABLE=chain.table,
+        x, slots, g_blocks, chain.ulps, codes_pool, scales_pool, scales_pool if low is None else low, n, covers,
+        n // x.shape[0], page, d, 0x40800000,
+        PER_HEAD=cdiv(d, p.block), LAYOUT=LAYOUTS.index(layout), ROWS=rows, BITS=bits, TABLE=chain.table,
         KEEP=p.keeps_minus_zero, num_warps=1, **chain_options(p, x, n_scales),
     )  # fmt: skip
 
@@ -134,9 +137,10 @@ def write_kv(
 ) -> Tensor | None:
     """Write x [T, Hkv, D] (K after RoPE, or V) to rows `slots` int64 [T] of a layer's pools, in place.
 
-    `codes_pool` is u8 [slots, Hkv, D/2], `scales_pool` u8 in one of the `layout`s above; both contiguous. Nothing is
-    written for a negative slot (a padded batch). Returns the low `bits` bits of the codes, u8 [T, Hkv, D*bits/8],
-    one plane a head (undefined at negative slots), or None for `bits=0`. Capturable in a CUDA graph.
+    `codes_pool` is u8 [slots, Hkv, ceil(D/2)], `scales_pool` u8 in one of the `layout`s above; both contiguous. Nothing
+    is written for a negative slot (a padded batch). Returns the low `bits` bits of the codes, u8
+    [T, Hkv, ceil(D*bits/8)], one plane a head (undefined at negative slots), or None for `bits=0`.
+    Capturable in a CUDA graph.
     """
     p = profile_info(profile)
     check_supported(x, p)
@@ -146,19 +150,18 @@ def write_kv(
         raise ConfigError(f"{p.name} needs a global scale")
     heads, d = x.shape[1:]
     page = 1 if layout == "linear" else scales_pool.shape[-2]
-    row = (heads, d // p.block) if layout == "linear" else (heads, page, d // p.block)
-    if codes_pool.shape[1:] != (heads, d // 2) or scales_pool.shape[1:] != row:
+    per_head = cdiv(d, p.block)
+    row = (heads, per_head) if layout == "linear" else (heads, page, per_head)
+    if codes_pool.shape[1:] != (heads, cdiv(d, 2)) or scales_pool.shape[1:] != row:
         raise ConfigError(
             f"pools of {tuple(codes_pool.shape)} and {tuple(scales_pool.shape)} do not take {tuple(x.shape[1:])}\n"
-            f"layout {layout} wants {('slots', heads, d // 2)} and {('slots' if len(row) == 2 else 'pages', *row)}"
+            f"layout {layout} wants {('slots', heads, cdiv(d, 2))} and {('slots' if len(row) == 2 else 'pages', *row)}"
         )
     if not (codes_pool.is_contiguous() and scales_pool.is_contiguous()):
         raise ConfigError("pools must be contiguous")
-    if layout == "native_v" and (page % 4 or d // p.block % 4):
-        raise ConfigError(
-            f"native_v swizzles groups of 4: not pages of {page} tokens with {d // p.block} scales a head"
-        )
-    low = x.new_empty(*x.shape[:-1], d * bits // 8, dtype=torch.uint8) if bits else None
+    if layout == "native_v" and (page % 4 or per_head % 4):
+        raise ConfigError(f"native_v swizzles groups of 4: not pages of {page} tokens with {per_head} scales a head")
+    low = x.new_empty(*x.shape[:-1], cdiv(d * bits, 8), dtype=torch.uint8) if bits else None
     _write_kv(
         x.detach(), slots, codes_pool, scales_pool, p.name, global_scale if p.has_global else None, low, bits, page,
         layout,

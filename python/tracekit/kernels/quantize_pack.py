@@ -11,6 +11,8 @@ from torch import Tensor
 from tracekit.errors import ConfigError
 from tracekit.kernels._triton import INTERPRET, cdiv, hardware_casts, jit, runs_triton, tl
 from tracekit.kernels.chains import CHAINS, chain_of, choose_scale, over_scale, scale_factor, scale_inverse
+from tracekit.kernels.low_bits import pack_low_bits
+from tracekit.kernels.partial import blocks_of, load_partial, place, store_codes
 from tracekit.kernels.rounding import (
     _larger_or_nan,
     absolute_maximum,
@@ -31,9 +33,9 @@ KERNEL_PROFILES = tuple(CHAINS)
 
 @jit
 def _tile(
-    x, inverse, factor, decode, four_bits, values_ptr, offset, mask,
+    x, inverse, factor, decode, four_bits, values_ptr, offset, left, mask,
     ROWS: tl.constexpr, VALUES: tl.constexpr, CHAIN: tl.constexpr, DECODE: tl.constexpr, AWAY: tl.constexpr,
-    KEEP: tl.constexpr, CAREFUL: tl.constexpr, INTERPRET: tl.constexpr,
+    KEEP: tl.constexpr, PARTIAL: tl.constexpr, CAREFUL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     rounded, nibbles, signed = e2m1_round(x, inverse[:, None], four_bits, CHAIN == "modelopt" or CHAIN == "ct", AWAY,
                                           KEEP, CAREFUL, INTERPRET)  # fmt: skip
@@ -42,44 +44,68 @@ def _tile(
         if DECODE:
             v = v * decode
         v = narrow(with_sign(v, signed), values_ptr, INTERPRET)
-        tl.store(values_ptr + offset[:, None] + tl.arange(0, 8)[None, :], v, mask=mask[:, None])
+        live = mask[:, None]
+        if PARTIAL:
+            live = live & (tl.arange(0, 8)[None, :] < left[:, None])
+        tl.store(values_ptr + offset[:, None] + tl.arange(0, 8)[None, :], v, mask=live)
     return pack_words(nibbles, ROWS)
 
 
 @jit
 def _sixteen(
-    x0, x1, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, sixteen, target, mask,
+    x0, x1, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, start, packed_at, low_at, left, mask,
     ROWS: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, CHAIN: tl.constexpr, DECODE: tl.constexpr,
-    AWAY: tl.constexpr, KEEP: tl.constexpr, CAREFUL: tl.constexpr, INTERPRET: tl.constexpr,
+    AWAY: tl.constexpr, KEEP: tl.constexpr, PARTIAL: tl.constexpr, CAREFUL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Round and store elements [16 * sixteen, 16 * sixteen + 16) of the tensor, in two tiles; codes go to `target`."""
-    w0 = _tile(x0, inverse, factor, decode, four_bits, values_ptr, sixteen * 16, mask, ROWS, VALUES, CHAIN, DECODE,
-               AWAY, KEEP, CAREFUL, INTERPRET)  # fmt: skip
-    w1 = _tile(x1, inverse, factor, decode, four_bits, values_ptr, sixteen * 16 + 8, mask, ROWS, VALUES, CHAIN, DECODE,
-               AWAY, KEEP, CAREFUL, INTERPRET)  # fmt: skip
-    word = target[:, None] * 2 + tl.arange(0, 2)[None, :]
-    tl.store(packed_ptr + word, tl.join(w0, w1), mask=mask[:, None])
-    if BITS > 0:
-        store_low_bits(low_ptr, sixteen, w0, w1, mask, BITS)
+    """Round and store 16 elements from `start` in two tiles: codes from word `packed_at`, low bits as number `low_at`
+    of sixteens; PARTIAL: the first `left` elements, and both places are bytes.
+    """
+    w0 = _tile(x0, inverse, factor, decode, four_bits, values_ptr, start, left, mask, ROWS, VALUES, CHAIN, DECODE,
+               AWAY, KEEP, PARTIAL, CAREFUL, INTERPRET)  # fmt: skip
+    w1 = _tile(x1, inverse, factor, decode, four_bits, values_ptr, start + 8, left - 8, mask, ROWS, VALUES, CHAIN,
+               DECODE, AWAY, KEEP, PARTIAL, CAREFUL, INTERPRET)  # fmt: skip
+    if PARTIAL:
+        store_codes(packed_ptr, packed_at, low_ptr, low_at, w0, left, mask, BITS)
+        store_codes(packed_ptr, packed_at + 4, low_ptr, low_at + BITS, w1, left - 8, mask, BITS)
+    else:
+        word = packed_at[:, None] + tl.arange(0, 2)[None, :]
+        tl.store(packed_ptr + word, tl.join(w0, w1), mask=mask[:, None])
+        if BITS > 0:
+            store_low_bits(low_ptr, low_at, w0, w1, mask, BITS)
 
 
 @jit
 def quantize_blocks(
     x_ptr, g_ptr, ulp_ptr, packed_ptr, scales_ptr, low_ptr, values_ptr, block, target, scale_at, mask,
-    blocks_per_scale, four_bits,
+    blocks_per_scale, length, four_bits,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr,
     CHAIN: tl.constexpr, TABLE: tl.constexpr, E8M0: tl.constexpr, MIN_SCALE: tl.constexpr, AWAY: tl.constexpr,
-    KEEP: tl.constexpr, HARDWARE: tl.constexpr, PAIRS: tl.constexpr, INTERPRET: tl.constexpr,
+    KEEP: tl.constexpr, PARTIAL: tl.constexpr, HARDWARE: tl.constexpr, PAIRS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Quantise blocks `block` [ROWS] of x: codes to block `target` of the packed buffer, scales to byte `scale_at`."""
-    start = block * BLOCK
-    x0 = load_eight(x_ptr, start, mask, ROWS, PAIRS)
-    x1 = load_eight(x_ptr, start + 8, mask, ROWS, PAIRS)
+    """Quantise blocks `block` [ROWS] of x: codes to block `target` of the packed buffer, scales to byte `scale_at`.
+
+    PARTIAL: rows are `length` elements, the last of their blocks short; `packed_ptr` and `low_ptr` point to bytes.
+    """
+    if PARTIAL:
+        row, column = place(block, length, BLOCK)
+        left = length - column
+        start = row * length + column
+        x0 = load_partial(x_ptr, start, left, mask, INTERPRET)
+        x1 = load_partial(x_ptr, start + 8, left - 8, mask, INTERPRET)
+    else:
+        left = block
+        start = block * BLOCK
+        x0 = load_eight(x_ptr, start, mask, ROWS, PAIRS)
+        x1 = load_eight(x_ptr, start + 8, mask, ROWS, PAIRS)
     amax = _larger_or_nan(absolute_maximum(x0, False, INTERPRET), absolute_maximum(x1, False, INTERPRET))
     x2, x3 = x0, x1
     if BLOCK == 32:
-        x2 = load_eight(x_ptr, start + 16, mask, ROWS, PAIRS)
-        x3 = load_eight(x_ptr, start + 24, mask, ROWS, PAIRS)
+        if PARTIAL:
+            x2 = load_partial(x_ptr, start + 16, left - 16, mask, INTERPRET)
+            x3 = load_partial(x_ptr, start + 24, left - 24, mask, INTERPRET)
+        else:
+            x2 = load_eight(x_ptr, start + 16, mask, ROWS, PAIRS)
+            x3 = load_eight(x_ptr, start + 24, mask, ROWS, PAIRS)
         upper = _larger_or_nan(absolute_maximum(x2, False, INTERPRET), absolute_maximum(x3, False, INTERPRET))
         amax = _larger_or_nan(amax, upper)
     g = 1.0
@@ -96,8 +122,16 @@ def quantize_blocks(
     inverse = scale_inverse(byte, g, ulp_ptr, CHAIN, TABLE)
     # Products of 7 and above (a stale global scale, a subnormal block scale) and NaN are rare: they have a branch.
     rare = tl.max(tl.where(over_scale(amax, inverse, CHAIN) < 7.0, 0, 1), axis=0)
-    first = block * (BLOCK // 16)
-    to = target * (BLOCK // 16)
+    # The second sixteen of a block of 32 is a step further, in the units of packed_at and low_at.
+    PACKED_STEP: tl.constexpr = 8 if PARTIAL else 2
+    LOW_STEP: tl.constexpr = 2 * BITS if PARTIAL else 1
+    if PARTIAL:
+        low_at = row * ((length * BITS + 7) // 8) + column // 8 * BITS
+        to_row, _ = place(target, length, BLOCK)
+        packed_at = to_row * ((length + 1) // 2) + column // 2
+    else:
+        low_at = block * (BLOCK // 16)
+        packed_at = target * (BLOCK // 8)
     if rare > 0:
         amax = tl.maximum(absolute_maximum(x0, True, INTERPRET), absolute_maximum(x1, True, INTERPRET))
         if BLOCK == 32:
@@ -106,34 +140,39 @@ def quantize_blocks(
         byte = choose_scale(x0, x1, amax, g, x_ptr, CHAIN, ROWS, MIN_SCALE, HARDWARE, INTERPRET)
         inverse = scale_inverse(byte, g, ulp_ptr, CHAIN, TABLE)
         factor = scale_factor(byte, g, CHAIN)
-        _sixteen(x0, x1, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, first, to, mask,
-                 ROWS, BITS, VALUES, CHAIN, DECODE, AWAY, KEEP, True, INTERPRET)  # fmt: skip
+        _sixteen(x0, x1, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, start, packed_at,
+                 low_at, left, mask, ROWS, BITS, VALUES, CHAIN, DECODE, AWAY, KEEP, PARTIAL, True,
+                 INTERPRET)  # fmt: skip
         if BLOCK == 32:
-            _sixteen(x2, x3, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, first + 1, to + 1,
-                     mask, ROWS, BITS, VALUES, CHAIN, DECODE, AWAY, KEEP, True, INTERPRET)  # fmt: skip
+            _sixteen(x2, x3, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, start + 16,
+                     packed_at + PACKED_STEP, low_at + LOW_STEP, left - 16, mask, ROWS, BITS, VALUES, CHAIN, DECODE,
+                     AWAY, KEEP, PARTIAL, True, INTERPRET)  # fmt: skip
     else:
         factor = scale_factor(byte, g, CHAIN)
-        _sixteen(x0, x1, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, first, to, mask,
-                 ROWS, BITS, VALUES, CHAIN, DECODE, AWAY, KEEP, False, INTERPRET)  # fmt: skip
+        _sixteen(x0, x1, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, start, packed_at,
+                 low_at, left, mask, ROWS, BITS, VALUES, CHAIN, DECODE, AWAY, KEEP, PARTIAL, False,
+                 INTERPRET)  # fmt: skip
         if BLOCK == 32:
-            _sixteen(x2, x3, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, first + 1, to + 1,
-                     mask, ROWS, BITS, VALUES, CHAIN, DECODE, AWAY, KEEP, False, INTERPRET)  # fmt: skip
+            _sixteen(x2, x3, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, start + 16,
+                     packed_at + PACKED_STEP, low_at + LOW_STEP, left - 16, mask, ROWS, BITS, VALUES, CHAIN, DECODE,
+                     AWAY, KEEP, PARTIAL, False, INTERPRET)  # fmt: skip
     tl.store(scales_ptr + scale_at, byte.to(tl.uint8), mask=mask)
 
 
 @jit
 def _quantize_pack_kernel(
-    x_ptr, g_ptr, ulp_ptr, packed_ptr, scales_ptr, low_ptr, values_ptr, n_blocks, blocks_per_scale, four_bits,
+    x_ptr, g_ptr, ulp_ptr, packed_ptr, scales_ptr, low_ptr, values_ptr, n_blocks, blocks_per_scale, length,
+    four_bits,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr,
     CHAIN: tl.constexpr, TABLE: tl.constexpr, E8M0: tl.constexpr, MIN_SCALE: tl.constexpr, AWAY: tl.constexpr,
-    KEEP: tl.constexpr, HARDWARE: tl.constexpr, PAIRS: tl.constexpr, INTERPRET: tl.constexpr,
+    KEEP: tl.constexpr, PARTIAL: tl.constexpr, HARDWARE: tl.constexpr, PAIRS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = block < n_blocks
     quantize_blocks(
         x_ptr, g_ptr, ulp_ptr, packed_ptr, scales_ptr, low_ptr, values_ptr, block, block, block, mask,
-        blocks_per_scale, four_bits, BLOCK, ROWS, BITS, VALUES, SCALES, CHAIN, TABLE, E8M0, MIN_SCALE, AWAY, KEEP,
-        HARDWARE, PAIRS, INTERPRET,
+        blocks_per_scale, length, four_bits, BLOCK, ROWS, BITS, VALUES, SCALES, CHAIN, TABLE, E8M0, MIN_SCALE, AWAY,
+        KEEP, PARTIAL, HARDWARE, PAIRS, INTERPRET,
     )  # fmt: skip
 
 
@@ -142,36 +181,15 @@ def chain_options(p: Profile, x: Tensor, n_scales: int) -> dict[str, object]:
     return dict(
         BLOCK=p.block, SCALES=1 if n_scales == 1 else 2, CHAIN=CHAINS[p.name], E8M0=p.scale_format == "e8m0",
         MIN_SCALE=getattr(p, "min_scale", 0), AWAY=p.ties == "away", HARDWARE=hardware_casts(x),
-        PAIRS=x.dtype == torch.bfloat16, INTERPRET=INTERPRET, enable_fp_fusion=False,
+        PARTIAL=x.shape[-1] % p.block != 0, PAIRS=x.dtype == torch.bfloat16, INTERPRET=INTERPRET,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def pack_low_bits(codes: Tensor, bits: int) -> Tensor:
-    """Low bits (1..8) of u8 codes [..., K], rows packed least significant first: u8 [..., ceil(K * bits / 8)]."""
-    if not 1 <= bits <= 8:
-        raise ConfigError(f"bits must be 1..8, not {bits}")
-    kept = codes & ((1 << bits) - 1)
-    k = codes.shape[-1]
-    planes = (kept.unsqueeze(-1) >> torch.arange(bits, dtype=torch.uint8, device=codes.device)) & 1
-    stream = planes.flatten(-2)
-    stream = torch.nn.functional.pad(stream, (0, -(k * bits) % 8)).unflatten(-1, (-1, 8))
-    weights = 1 << torch.arange(8, dtype=torch.uint8, device=codes.device)
-    return (stream * weights).sum(-1, dtype=torch.int32).to(torch.uint8)
-
-
-def unpack_low_bits(packed: Tensor, bits: int, k: int) -> Tensor:
-    """Inverse of `pack_low_bits`: u8 [..., ceil(k * bits / 8)] -> u8 [..., k]."""
-    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    stream = ((packed.unsqueeze(-1) >> places) & 1).flatten(-2)[..., : k * bits].unflatten(-1, (k, bits))
-    return (stream << torch.arange(bits, dtype=torch.uint8, device=packed.device)).sum(-1, dtype=torch.uint8)
-
-
 def check_supported(x: Tensor, p: Profile) -> None:
-    """ConfigError unless the kernels quantise x under p: last axis contiguous and a whole number of blocks."""
+    """ConfigError unless the kernels quantise x under p."""
     if p.name not in KERNEL_PROFILES:
         raise ConfigError(f"no kernel quantises {p.name}\nkernels exist for {', '.join(KERNEL_PROFILES)}")
-    if x.shape[-1] % p.block:
-        raise ConfigError(f"{p.name} kernels take whole blocks of {p.block}, not {x.shape[-1]} elements a row")
 
 
 def per_block_scales(x: Tensor, g: Tensor | None, block: int) -> tuple[Tensor, int, int]:
@@ -181,7 +199,7 @@ def per_block_scales(x: Tensor, g: Tensor | None, block: int) -> tuple[Tensor, i
     g = g.to(torch.float32)
     if g.numel() == 1:
         return g.reshape(1), 1, 1
-    blocks = x.numel() // block
+    blocks = blocks_of(x.shape, block)
     covered = g.expand(*g.shape[:-1], 1).contiguous()
     lead = x.shape[: g.dim() - 1]
     trailing = [i for i, n in enumerate(g.shape[:-1]) if n != lead[i]]
@@ -196,15 +214,17 @@ def launch_quantize_pack(
 ) -> None:  # fmt: skip
     """Start the kernel, `rows` blocks a program on `warps` warps (0: chosen by size)."""
     x = x.contiguous()
-    n = x.numel() // p.block
+    n, k = blocks_of(x.shape, p.block), x.shape[-1]
     if n == 0:
         return
     g_blocks, n_scales, covers = per_block_scales(x, g if p.has_global else None, p.block)
     rows = rows or (1024 if INTERPRET else 64 if n >= 1 << 15 else 32)
     chain = chain_of(p, x)
+    if k % p.block == 0:
+        packed, low = packed.view(torch.int32), None if low is None else low.view(torch.uint16)
     _quantize_pack_kernel[(cdiv(n, rows),)](
-        x, g_blocks, chain.ulps, packed.view(torch.int32), scales, scales if low is None else low.view(torch.uint16),
-        x if values is None else values, n, covers, 0x40800000,
+        x, g_blocks, chain.ulps, packed, scales, scales if low is None else low, x if values is None else values, n,
+        covers, k, 0x40800000,
         ROWS=rows, BITS=bits if low is not None else 0, VALUES=values is not None, TABLE=chain.table,
         KEEP=p.keeps_minus_zero, num_warps=warps or max(1, rows // 64), **chain_options(p, x, n_scales),
     )  # fmt: skip
@@ -244,18 +264,19 @@ def quantize_pack_into(
     bits: int = 0,
     values: Tensor | None = None,
 ) -> None:
-    """Quantise x [..., K] (K a multiple of the block) and write, each buffer contiguous and of x's leading shape:
+    """Quantise x [..., K] (any K, any strides) and write, each buffer contiguous and of x's leading shape:
 
-    packed u8 [..., K/2]; scales u8 [..., K/block]; with `low`, the low `bits` (1..4) bits of each code, u8
-    [..., K*bits/8], element j in bits [bits*j, bits*j + bits) of its row; with `values`, the dequantised values in
-    x's dtype. `global_scale` is a tensor on x's device: one number, or [..., 1] of one a row or a leading index.
+    packed u8 [..., ceil(K/2)]; scales u8 [..., ceil(K/block)]; with `low`, the low `bits` (1..4) bits of each code, u8
+    [..., ceil(K*bits/8)], element j in bits [bits*j, bits*j + bits) of its row; with `values`, the dequantised values
+    in x's dtype. Bits beyond a row's last element are zero. `global_scale` is a tensor on x's device: one number, or
+    [..., 1] of one a row or a leading index.
     """
     p = profile_info(profile)
     check_supported(x, p)
     lead, k = x.shape[:-1], x.shape[-1]
-    wanted = {"packed": (packed, k // 2), "scales": (scales, k // p.block)}
+    wanted = {"packed": (packed, cdiv(k, 2)), "scales": (scales, cdiv(k, p.block))}
     if low is not None:
-        wanted["low"] = (low, k * bits // 8)
+        wanted["low"] = (low, cdiv(k * bits, 8))
     if values is not None:
         wanted["values"] = (values, k)
     for name, (buffer, width) in wanted.items():
@@ -271,13 +292,14 @@ def quantize_pack(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """`quantize_pack_into` fresh buffers: (packed, scales, low or None, values or None)."""
     p = profile_info(profile)
+    check_supported(x, p)
     lead, k = x.shape[:-1], x.shape[-1]
 
     def empty(width: int) -> Tensor:
         return torch.empty(*lead, width, dtype=torch.uint8, device=x.device)
 
-    packed, scales = empty(k // 2), empty(k // p.block)
-    low = empty(k * bits // 8) if bits else None
+    packed, scales = empty(cdiv(k, 2)), empty(cdiv(k, p.block))
+    low = empty(cdiv(k * bits, 8)) if bits else None
     values = torch.empty(x.shape, dtype=x.dtype, device=x.device) if with_values else None
     quantize_pack_into(x, p, global_scale=global_scale, packed=packed, scales=scales, low=low, bits=bits, values=values)
     return packed, scales, low, values

@@ -11,9 +11,9 @@ from tracekit.learner.guide import Guide
 
 
 def profiles(config: Config) -> dict[str, str]:
-    """Site kind to profile, for the kinds that are rounded."""
+    """Site kind to profile, for the kinds that are rounded at their sites: a product of codes rounds its own input."""
     out = {}
-    if config.quant.experts != "none":
+    if config.quant.experts != "none" and config.quant.forward != "hardware":
         out |= dict.fromkeys(("moe_input", "moe_hidden"), config.quant.experts)
     if config.quant.kv != "none":
         out |= dict.fromkeys(("k", "v"), config.quant.kv)

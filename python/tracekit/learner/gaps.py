@@ -43,7 +43,7 @@ class SiteGaps:
         zero = own.new_zeros(())
         differ, values = zero, zero
         if record.codes is not None and record.bits:
-            wrong = numerics.low_bits(codes[at], record.bits) != record.codes[at]
+            wrong = numerics.low_bits(codes[at], record.bits) != record.low_bits(x.shape[-1])[at]
             differ, values = wrong.sum().double(), zero + wrong.numel()
         parts = [
             differ,

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,9 @@ from tracekit.guidance import BatchRecord, decode
 from tracekit.learner.audits import StepAudit
 from tracekit.learner.gaps import SiteGaps
 
+if TYPE_CHECKING:
+    from tracekit.kernels import DeviceRecord
+
 _active = threading.local()
 
 
@@ -21,14 +25,33 @@ _active = threading.local()
 class SiteRecord:
     """The sampler's rounding at one site, for the tokens of one microbatch in their flattened order.
 
-    `codes` u8 [T, planes, K] low bits of each code (None: scales only); `scales` u8 [T, planes, K/block], the
-    format's NaN for a token without a record; `global_scale` f32, a number or [T, 1, 1].
+    `codes` u8 [T, planes, K] low bits of each code (None: scales only), or packed along the row as they are stored;
+    `scales` u8 [T, planes, K/block], the format's NaN for a token without a record; `global_scale` f32, a number or
+    [T, 1, 1].
     """
 
     codes: torch.Tensor | None
     scales: torch.Tensor
     bits: int
     global_scale: torch.Tensor
+    packed: bool = False
+
+    def round(self, x: torch.Tensor, profile: str, rounding: str) -> torch.Tensor:
+        """`x` [T, planes, K] rounded under the record, gradient straight through."""
+        rule = dict(bits=self.bits, profile=profile, global_scale=self.global_scale, rounding=rounding)
+        if not self.packed:
+            return numerics.guided_round(x, self.codes, self.scales, **rule)
+        from tracekit.kernels import guided_qdq  # brings Triton with it, which a CPU does not need
+
+        return guided_qdq(x, self.codes, self.scales, **rule)
+
+    def low_bits(self, width: int) -> torch.Tensor | None:
+        """u8 [T, planes, width]: low bits, one byte an element; None for scales only."""
+        if not self.packed or self.codes is None:
+            return self.codes
+        from tracekit.kernels import unpack_low_bits
+
+        return unpack_low_bits(self.codes, self.bits, width)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,6 +78,34 @@ class EncodedRecord:
         )
 
 
+@dataclass(kw_only=True, slots=True)
+class DeviceSiteRecord:
+    """A record of any encoding that a GPU holds as it is stored, and completes without the host.
+
+    Tokens as in `EncodedRecord`.
+    """
+
+    stored: DeviceRecord
+    at: torch.Tensor
+    total: int
+    global_scale: torch.Tensor
+
+    @torch.no_grad()
+    def decode(self, x: torch.Tensor, stats: dict[str, int] | None) -> SiteRecord:
+        """As `EncodedRecord.decode`; the codes stay packed. Counting in `stats` waits for the device."""
+        from tracekit.kernels import decode_on_device
+
+        counted = stats if self.stored.checks is not None else None
+        codes, scales, _ = decode_on_device(x.detach()[self.at], self.stored, stats=counted)
+        return SiteRecord(
+            codes=None if codes is None else spread(codes, self.at, self.total),
+            scales=spread(scales, self.at, self.total),
+            bits=self.stored.site.bits,
+            global_scale=self.global_scale,
+            packed=True,
+        )
+
+
 def spread(rows: torch.Tensor, at: torch.Tensor, total: int) -> torch.Tensor:
     """`rows` [N, ...] at their places `at` of [total, ...]; zeros elsewhere."""
     out = torch.zeros(total, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
@@ -71,7 +122,7 @@ class Guide:
     static_scales: dict[str, torch.Tensor] | None
     """Encode scale of each site; None takes one from each token."""
     rounding: str = "bracket"
-    records: dict[str, SiteRecord | EncodedRecord] = field(default_factory=dict)
+    records: dict[str, SiteRecord | EncodedRecord | DeviceSiteRecord] = field(default_factory=dict)
     routes: torch.Tensor | None = None
     """Expert ids to replay, [layers, T, top_k] int64; None routes anew."""
     real: torch.Tensor | None = None
@@ -137,17 +188,9 @@ def quantize_site(site: str, x: torch.Tensor) -> torch.Tensor:
         )
     if guide.audit is not None:
         guide.audit.take(site, planes)
-    if isinstance(record, EncodedRecord):
+    if not isinstance(record, SiteRecord):
         record = record.decode(planes, guide.decoded)
-    out = numerics.guided_round(
-        planes,
-        record.codes,
-        record.scales,
-        bits=record.bits,
-        profile=profile,
-        global_scale=record.global_scale,
-        rounding=guide.rounding,
-    )
+    out = record.round(planes, profile, guide.rounding)
     if guide.flips is not None:
         own = numerics.fake_quantize(planes, profile, global_scale=guide.global_scale(site, planes, profile))
         recorded = (record.scales != 0).flatten(1).any(1)  # padding has no scale

@@ -72,7 +72,8 @@ class GuidedRouter(TokenChoiceTopKRouter):
 
 
 class GuidedGroupedExperts(GroupedExperts):
-    """Routed experts with four-bit weights and activations (W4A4), emulated by quantise-dequantise.
+    """Routed experts with low-bit weights and activations: W4A4 and W8A8 emulated by quantise-dequantise, or products
+    of W8A8 codes (`quant.forward = "hardware"`), which round their input themselves.
 
     `refresh()` rounds the weights once; every forward until the next call uses that rounding, and `packed` holds the
     tensors to publish, so that the sampler receives what the learner trained with.
@@ -87,12 +88,15 @@ class GuidedGroupedExperts(GroupedExperts):
         self.layer = config.layer
         self.packed: dict[str, numerics.Quantized] = {}
         self._rounded: dict[str, torch.Tensor] = {}
+        self._codes = False
 
     @torch.no_grad()
-    def refresh(self, profile: str | None, *, power_of_two: bool = False) -> None:
+    def refresh(self, profile: str | None, *, power_of_two: bool = False, codes: bool = False) -> None:
         """Round the weights [E, out, in] under `profile`; gate and up projection share each expert's amax.
 
-        With `power_of_two` global scales BF16 holds the rounded values exactly, for samplers that take them so."""
+        With `power_of_two` global scales BF16 holds the rounded values exactly, for samplers that take them so.
+        `codes` multiplies the codes themselves, of a profile that is W8A8."""
+        self._codes = codes and profile is not None
         local = {name: _local(getattr(self, name)).detach() for name in EXPERT_WEIGHTS}
         if profile is None:
             self.packed = {}
@@ -103,19 +107,30 @@ class GuidedGroupedExperts(GroupedExperts):
         down = numerics.expert_global_scale(local["w2_EDF"], **rule)
         scales = {"w1_EFD": shared, "w3_EFD": shared, "w2_EDF": down}
         self.packed = {name: numerics.quantize(w, profile, global_scale=scales[name]) for name, w in local.items()}
+        if self._codes:
+            self._rounded = {}
+            return
         self._rounded = {name: self.packed[name].dequantize(w.dtype) for name, w in local.items()}
+
+    def _products(self, x: torch.Tensor, ends: torch.Tensor, *names: str) -> list[torch.Tensor]:
+        """`x` [R, in], sorted by expert, times each named weight: [R, out] each."""
+        if self._codes:
+            from tracekit.kernels import aligned_grouped  # brings Triton with it, which other runs do not need
+
+            out = []
+            for name in names:
+                q, master = self.packed[name], _local(getattr(self, name))
+                out.append(aligned_grouped(x, q.packed, q.scales, ends, q.profile, master=master, codes_on_cpu=True))
+            return out
+        weights = (numerics.straight_through(_local(getattr(self, n)), self._rounded[n]) for n in names)
+        return [self._grouped_mm(A=x, B_t=w.transpose(-2, -1), offs=ends) for w in weights]
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """x [R, D] sorted by expert -> [R, D]."""
-        w1, w2, w3 = (
-            numerics.straight_through(_local(getattr(self, n)), self._rounded[n]).transpose(-2, -1)
-            for n in EXPERT_WEIGHTS
-        )
-        offsets = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
-        hidden = F.silu(self._grouped_mm(A=x_RD, B_t=w1, offs=offsets))
-        hidden = hidden * self._grouped_mm(A=x_RD, B_t=w3, offs=offsets)
-        hidden = quantize_site(f"layers.{self.layer}.moe_hidden", hidden)
-        return self._grouped_mm(A=hidden, B_t=w2, offs=offsets)
+        ends = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        gate, up = self._products(x_RD, ends, "w1_EFD", "w3_EFD")
+        hidden = quantize_site(f"layers.{self.layer}.moe_hidden", F.silu(gate) * up)
+        return self._products(hidden, ends, "w2_EDF")[0]
 
 
 class GuidedRoutedExperts(RoutedExperts):

@@ -30,7 +30,11 @@ class Network:
     def refresh(self) -> None:
         """Round the experts' weights for the forwards up to the next change of the weights."""
         for experts in self.experts.values():
-            experts.refresh(self.experts_profile, power_of_two=self.config.rollout.engine == "sglang")
+            experts.refresh(
+                self.experts_profile,
+                power_of_two=self.config.rollout.engine == "sglang",
+                codes=self.config.quant.forward == "hardware",
+            )
 
     # -- forward
 

@@ -7,7 +7,7 @@ import torch
 
 from tracekit.errors import DataError
 from tracekit.guidance import GuidanceReader
-from tracekit.learner.guide import EncodedRecord, SiteRecord, spread
+from tracekit.learner.guide import DeviceSiteRecord, EncodedRecord, SiteRecord, spread
 from tracekit.learner.packing import Microbatch
 from tracekit.rollout.protocol import Rollouts
 
@@ -28,9 +28,17 @@ def runs_of(token_uid: np.ndarray) -> list[tuple[int, int, int, int]]:
 
 
 def load_records(
-    reader: GuidanceReader, batch: Microbatch, rollouts: Rollouts, sites: list[str]
-) -> dict[str, SiteRecord | EncodedRecord]:
+    reader: GuidanceReader,
+    batch: Microbatch,
+    rollouts: Rollouts,
+    sites: list[str],
+    *,
+    on_device: bool | None = None,
+) -> dict[str, SiteRecord | EncodedRecord | DeviceSiteRecord]:
     """The records of every token in `batch`, addressed by `token_uid` and checked against its token ids.
+
+    `on_device` (default: where the batch is on a GPU) uploads them packed as they are stored, to be completed and
+    rounded under by kernels there; otherwise the host unpacks them. Both round alike.
 
     Raises DataError for a missing trajectory or for tokens that are not those the record was made of.
     """
@@ -39,12 +47,14 @@ def load_records(
     where = np.concatenate([np.arange(at, at + n) for at, _, _, n in runs])
     _check_tokens(batch.tokens.reshape(-1).cpu().numpy()[where], uid[where], rollouts)
     device = batch.tokens.device
+    on_device = device.type == "cuda" if on_device is None else on_device
     read = reader.read_batch(
         [rollouts.trajectory[row] for _, row, _, _ in runs],
         starts=np.array([first for _, _, first, _ in runs]),
         stops=np.array([first + n for _, _, first, n in runs]),
         sites=sites,
         token_ids=[rollouts.tokens[row, : rollouts.n_input[row] + 1] for _, row, _, _ in runs],
+        unpack=not on_device,
     )
     index = torch.from_numpy(where).to(device)
     total = len(uid)
@@ -59,7 +69,13 @@ def load_records(
             global_scale = torch.tensor(spec.global_scale, device=device)
         else:
             global_scale = _positive(scatter(stored.token_scale))[:, None, None]
-        if stored.checks is not None:
+        if on_device:
+            from tracekit.kernels import DeviceRecord
+
+            records[site] = DeviceSiteRecord(
+                stored=DeviceRecord.of(stored, device), at=index, total=total, global_scale=global_scale
+            )
+        elif stored.checks is not None:
             records[site] = EncodedRecord(stored=stored, at=index, total=total, global_scale=global_scale)
         else:
             records[site] = SiteRecord(

@@ -256,7 +256,8 @@ class InProcessEngine:
             site = f"layers.{i}.moe_input"
             scale = self._scale(site, h, self._experts_profile)
             h, codes, scales = numerics.quantize_dequantize(h, self._experts_profile, global_scale=scale)
-            inputs[i].write(slot, codes, scales, scale if self.static_scales is None else None)
+            if inputs is not None:
+                inputs[i].write(slot, codes, scales, scale if self.static_scales is None else None)
         return self._act(x + self._experts(i, layer, h, gates, ids))
 
     def _experts(self, i, layer: _Layer, h, gates, ids):
@@ -302,9 +303,12 @@ class InProcessEngine:
         return values, codes, scales, scale if self.static_scales is None else None
 
     def _site_buffers(self, rows: int, length: int, device) -> list[SiteBuffer] | None:
+        """What keeps the experts' inputs; None where they are not rounded, or to eight bits: those leave no record."""
         if not self._experts_profile:
             return None
         info = numerics.profile_info(self._experts_profile)
+        if info.bits == 8:
+            return None
         token_scale = self.static_scales is None and info.has_global
         return [
             SiteBuffer(rows, length, 1, self.model.dim, info.block, token_scale, device)
