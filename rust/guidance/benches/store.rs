@@ -3,8 +3,9 @@
 use criterion::{criterion_group, criterion_main, BatchSize, BenchmarkId, Criterion, Throughput};
 use std::hint::black_box;
 use std::path::Path;
-use tracekit_guidance::chunk::{Encoder, Payload};
+use tracekit_guidance::chunk::Payload;
 use tracekit_guidance::coset::check_rows;
+use tracekit_guidance::encode::Encoder;
 use tracekit_guidance::pack::{pack_row, row_bytes, unpack_row};
 use tracekit_guidance::writer::Begin;
 use tracekit_guidance::*;

@@ -1,8 +1,9 @@
 //! Audit records: all four bits of the codes and the whole scales of a few tokens, whatever a site's encoding.
-use crate::chunk::{Codes, Encoder, Payload, SiteRows};
+use crate::chunk::{Codes, Payload, SiteRows};
 use crate::crc::{crc32c, crc32c_append};
 use crate::dataset::Dataset;
 use crate::decode::{Chunk, Decoder, Target};
+use crate::encode::Encoder;
 use crate::error::{Error, Result};
 use crate::index::ChunkEntry;
 use crate::layout::{kind, MAX_PAYLOAD, RECORD_LEN};

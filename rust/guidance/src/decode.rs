@@ -1,7 +1,8 @@
 //! Reading rows out of a chunk's payload.
-use crate::chunk::{coding, directory_len, entries_of, parse_directory, PlaneEntry, FLAG_PLANES, FLAG_ZTAIL};
+use crate::chunk::{FLAG_PLANES, FLAG_ZTAIL};
 use crate::coset::from_syndromes;
 use crate::crc::{crc32c, crc32c_append};
+use crate::directory::{coding, directory_len, entries_of, parse_directory, PlaneEntry};
 use crate::error::{Error, Result};
 use crate::index::ChunkEntry;
 use crate::layout::{padded, RECORD_LEN};

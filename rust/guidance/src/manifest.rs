@@ -3,8 +3,8 @@
 //! A manifest is written once and never changed. It repeats from each segment what recognises it, so that a segment
 //! that was cut, replaced or deleted since is an error and not other data.
 use crate::crc::crc32c;
-use crate::dataset::segment_files;
 use crate::error::{Error, Result};
+use crate::folder::segment_files;
 use crate::index::Index;
 use crate::layout::{put, u16_at, u32_at, u64_at, FileHeader, Postscript, MAJOR};
 use crate::segment::{read_head, read_tail};

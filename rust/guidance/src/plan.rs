@@ -1,7 +1,8 @@
 //! What a read needs of segments whose every request costs a round trip.
-use crate::chunk::{directory_len, entries_of, parse_directory, FLAG_PLANES};
+use crate::chunk::FLAG_PLANES;
 use crate::dataset::Dataset;
 use crate::decode::Target;
+use crate::directory::{directory_len, entries_of, parse_directory};
 use crate::error::{Error, Result};
 use crate::index::{payload_at, ChunkEntry};
 use crate::layout::padded;

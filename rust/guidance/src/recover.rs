@@ -1,7 +1,7 @@
 //! Rebuilding the index of a segment that has none, beside it. The segment's own bytes are never touched.
 use crate::crc::crc32c;
-use crate::dataset::segment_files;
 use crate::error::{Error, Result};
+use crate::folder::segment_files;
 use crate::index::Index;
 use crate::layout::{FileHeader, Postscript, POST_LEN};
 use crate::scan::{Bounds, Damage};

@@ -2,9 +2,10 @@
 use crate::chunk::check_payload;
 use crate::crc::crc32c;
 use crate::error::{Error, Result};
-use crate::index::{ChunkEntry, IndexBuilder, Traj};
+use crate::index::{ChunkEntry, IndexBuilder};
 use crate::layout::{kind, FileHeader, RecordHeader, ALIGN, MAX_PAYLOAD, RECORD_LEN, RECORD_MAGIC};
 use crate::schema::Site;
+use crate::traj::Traj;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;

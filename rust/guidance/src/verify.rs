@@ -1,6 +1,6 @@
 //! Checking every byte of a dataset.
-use crate::dataset::segment_files;
 use crate::error::{Error, Result};
+use crate::folder::segment_files;
 use crate::scan::{Bounds, Damage};
 use crate::segment::{read_head, read_tail, HEADLESS};
 use std::fs::File;

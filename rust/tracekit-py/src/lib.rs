@@ -1,4 +1,5 @@
 //! PyO3 bindings: `tracekit._core`.
+mod array;
 mod convert;
 mod manifest;
 mod numerics;

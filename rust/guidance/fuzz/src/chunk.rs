@@ -1,8 +1,8 @@
 //! Any bytes as a chunk's payload, in either layout and every encoding.
 use std::io::Write;
-use tracekit_guidance::chunk::{directory_len, entries_of};
 use tracekit_guidance::crc32c;
 use tracekit_guidance::decode::{Chunk, Decoder, Target};
+use tracekit_guidance::directory::{directory_len, entries_of};
 use tracekit_guidance::index::ChunkEntry;
 use tracekit_guidance::{Encoding, GlobalScale, ScaleFormat, Site};
 

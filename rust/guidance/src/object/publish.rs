@@ -24,7 +24,7 @@ pub struct Published {
 /// others published there. If it fails halfway readers see what they saw before, and a repetition goes on from there.
 pub fn publish(dir: &Path, url: &str, options: Options) -> Result<Published> {
     let entries = sealed(dir, None)?;
-    let files = crate::dataset::segment_files(dir)?;
+    let files = crate::folder::segment_files(dir)?;
     let unsealed = files.len() - entries.len();
     if entries.is_empty() {
         return Err(Error::Missing(format!(
@@ -49,7 +49,7 @@ pub fn publish(dir: &Path, url: &str, options: Options) -> Result<Published> {
                     )))
                 }
                 None if !there.contains(&e.name) => {
-                    store.upload(&e.name, &crate::dataset::segment_path(dir, &e.name), e.bytes)?;
+                    store.upload(&e.name, &crate::folder::segment_path(dir, &e.name), e.bytes)?;
                     there.push(e.name.clone());
                     (out.uploaded, out.bytes) = (out.uploaded + 1, out.bytes + e.bytes);
                 }

@@ -1,5 +1,7 @@
 //! Writing a dataset: producers pack rows and queue them, worker threads encode and write.
+mod batch;
 mod file;
+mod options;
 mod output;
 mod pending;
 mod queue;
@@ -7,13 +9,15 @@ mod queue;
 mod ring;
 mod sink;
 
-use crate::chunk::{Encoder, Payload, SiteRows};
+use crate::chunk::SiteRows;
+use crate::encode::Encoder;
 use crate::error::{Error, Result};
-use crate::index::{Status, Traj};
 use crate::layout::{kind, MAX_ID};
 use crate::schema::Schema;
 use crate::token_crc;
+use crate::traj::{Status, Traj};
 use file::Place;
+pub use options::{Begin, Mode, OnFull, Options, Stats, Sync};
 use pending::Pending;
 pub use queue::Ticket;
 use queue::{lock, Job, Shared};
@@ -27,114 +31,6 @@ use std::thread::JoinHandle;
 const GROUP_LIMIT: usize = 16 << 20;
 /// Largest `extra` of a commit.
 const MAX_EXTRA: usize = 64 << 10;
-
-/// When written data must survive a power loss. A killed process loses nothing committed in any mode.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Sync {
-    /// When a segment is sealed.
-    Seal,
-    /// At a commit, if the last time is a second ago.
-    Interval,
-    /// At every commit.
-    Commit,
-}
-
-/// What happens to rows that find the queue full.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OnFull {
-    /// The producer waits.
-    Block,
-    /// The trajectory is given up and counted.
-    Drop,
-    /// The producer gets [`Error::Full`] and may repeat the call.
-    Raise,
-}
-
-/// How bytes get to a file.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Mode {
-    /// By `write`, through the page cache.
-    #[default]
-    Buffered,
-    /// Past the page cache (O_DIRECT), where the file system can; otherwise buffered.
-    Direct,
-    /// By io_uring, where the kernel and this build (feature `uring`) can; otherwise buffered.
-    Uring,
-}
-
-/// How a writer behaves.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// When to fsync.
-    pub sync: Sync,
-    /// Segments roll over at this size.
-    pub roll_bytes: u64,
-    /// Bytes of packed rows that may wait.
-    pub queue_bytes: usize,
-    /// What happens beyond them.
-    pub on_full: OnFull,
-    /// Threads that encode.
-    pub threads: usize,
-    /// Whether every seal is followed by a new manifest of the folder.
-    pub manifest: bool,
-    /// Whether segments lie in a sub-folder of the writer's, one of 256, so that no folder holds too many.
-    pub fan_out: bool,
-    /// How segments get to their files.
-    pub mode: Mode,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Options {
-            sync: Sync::Seal,
-            roll_bytes: 4 << 30,
-            queue_bytes: 2 << 30,
-            on_full: OnFull::Block,
-            threads: 1,
-            manifest: false,
-            fan_out: false,
-            mode: Mode::Buffered,
-        }
-    }
-}
-
-/// What begins a trajectory.
-#[derive(Clone, Debug, Default)]
-pub struct Begin<'a> {
-    /// Its id, 1 to 255 bytes.
-    pub id: &'a str,
-    /// Token ids from token 0 on, those of the prefix included.
-    pub token_ids: &'a [i64],
-    /// Policy version that sampled it.
-    pub policy: i64,
-    /// The record that holds its first tokens, and their number.
-    pub prefix: Option<(&'a str, u32)>,
-    /// Number of this part and number of parts; `(0, 1)` for a trajectory written by one rank.
-    pub part: (u16, u16),
-}
-
-/// Counts of a writer.
-#[derive(Clone, Debug, Default)]
-pub struct Stats {
-    /// Bytes of all segments.
-    pub bytes: u64,
-    /// Committed trajectories.
-    pub trajectories: u64,
-    /// Committed tokens.
-    pub tokens: u64,
-    /// Trajectories given up: abandoned, never committed, or with the queue full.
-    pub dropped: u64,
-    /// Segments.
-    pub segments: u64,
-    /// Segments that are written in the mode that was asked for.
-    pub as_asked: u64,
-    /// Bytes waiting.
-    pub queued: u64,
-    /// Most bytes that ever waited.
-    pub queued_peak: u64,
-    /// Times a producer waited for room.
-    pub stalls: u64,
-}
 
 /// Writes one dataset's segments. Any number of writers share a folder.
 pub struct Writer {
@@ -375,83 +271,6 @@ impl Writer {
         let job = Job::Commit { handle, traj: Box::new(traj), ticket: ticket.clone() };
         self.shared.push(handle, job, OnFull::Block)?;
         Ok(ticket)
-    }
-
-    /// Begins, appends and commits many trajectories, on the caller's thread and without a copy of the rows. `rows`
-    /// holds every site's rows of all of them, one after another; trajectory `i` has `lengths[i]` rows, from the end
-    /// of its prefix on. When this returns, all of them survive the death of the process.
-    pub fn append_batch(&mut self, begins: &[Begin], lengths: &[u32], rows: &[SiteRows], status: Status) -> Result<()> {
-        self.alive()?;
-        let sites = &self.shared.schema.sites;
-        if begins.len() != lengths.len() || rows.len() != sites.len() {
-            return Err(Error::usage("a batch needs one length a trajectory and rows for every site of the schema"));
-        }
-        let total: usize = lengths.iter().map(|n| *n as usize).sum();
-        for (site, r) in sites.iter().zip(rows) {
-            r.check(site, total)?;
-        }
-        let mut seen = HashSet::with_capacity(begins.len());
-        for (b, n) in begins.iter().zip(lengths) {
-            let first = self.check_begin(b)?;
-            if !seen.insert(b.id) {
-                return Err(Error::Usage(format!("trajectory '{}' appears twice in the batch", b.id)));
-            }
-            if first as usize + *n as usize > b.token_ids.len() {
-                return Err(Error::Usage(format!(
-                    "trajectory '{}': rows up to token {}, but token_ids has {}",
-                    b.id,
-                    first + n,
-                    b.token_ids.len()
-                )));
-            }
-        }
-        self.write_batch(begins, lengths, rows, status).inspect_err(|e| drop(self.shared.fail(e)))?;
-        self.ids.extend(seen.into_iter().map(str::to_owned));
-        Ok(())
-    }
-
-    fn write_batch(&mut self, begins: &[Begin], lengths: &[u32], rows: &[SiteRows], status: Status) -> Result<()> {
-        let schema = &self.shared.schema;
-        let mut sink = lock(&self.shared.sink);
-        let mut row = 0usize;
-        for (b, &n) in begins.iter().zip(lengths) {
-            self.next_handle += 1;
-            let first = b.prefix.map_or(0, |p| p.1);
-            let mut done = 0u32;
-            while done < n {
-                let ntok = schema.chunk_tokens.min(n - done);
-                let tok0 = first + done;
-                let token_crc = token_crc(&b.token_ids[tok0 as usize..(tok0 + ntok) as usize]);
-                for &(a, z) in &self.groups {
-                    let at = row + done as usize;
-                    let rows = schema.sites[a..z].iter().zip(&rows[a..z]);
-                    let part: Vec<SiteRows> = rows.map(|(s, r)| r.slice(s, at, at + ntok as usize)).collect();
-                    let (site0, nsites) = (a as u16, (z - a) as u16);
-                    let place = Place { kind: kind::CHUNK, traj: 0, tok0, ntok, site0, nsites, token_crc };
-                    let mut payload = Payload::in_buffer(std::mem::take(&mut self.buffer));
-                    let flags = self.encoder.encode(&schema.sites[a..z], &part, ntok as usize, &mut payload);
-                    sink.chunk(self.next_handle, place, schema, &payload, flags)?;
-                    self.buffer = payload.bytes;
-                }
-                done += ntok;
-            }
-            row += n as usize;
-            let traj = Traj {
-                n_tokens: first + n,
-                n_ids: b.token_ids.len() as u32,
-                first,
-                policy_min: b.policy,
-                policy_max: b.policy,
-                status,
-                part: b.part.0,
-                parts: b.part.1,
-                id: b.id.to_owned(),
-                prefix: b.prefix.map(|p| p.0.to_owned()).unwrap_or_default(),
-                ..Traj::default()
-            };
-            sink.commit(self.next_handle, schema, traj)?;
-        }
-        sink.flush(false)
     }
 
     /// Forgets a trajectory that was begun; its rows are never readable.

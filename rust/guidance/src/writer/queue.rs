@@ -2,10 +2,11 @@
 use super::file::Place;
 use super::sink::Sink;
 use super::OnFull;
-use crate::chunk::{Encoder, Payload, SiteRows};
+use crate::chunk::{Payload, SiteRows};
+use crate::encode::Encoder;
 use crate::error::{Error, Result};
-use crate::index::Traj;
 use crate::schema::Schema;
+use crate::traj::Traj;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
