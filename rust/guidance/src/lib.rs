@@ -30,6 +30,7 @@ pub mod request;
 pub mod scan;
 pub mod schema;
 pub mod segment;
+pub mod slots;
 pub mod source;
 pub mod traj;
 pub mod verify;

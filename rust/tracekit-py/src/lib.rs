@@ -5,6 +5,7 @@ mod manifest;
 mod numerics;
 mod object;
 mod reader;
+mod slots;
 mod writer;
 
 use pyo3::prelude::*;
@@ -30,6 +31,8 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<writer::Writer>()?;
     m.add_class::<writer::Commit>()?;
     m.add_class::<reader::Reader>()?;
+    m.add_class::<slots::SlotStore>()?;
+    m.add_class::<slots::Found>()?;
     m.add_function(wrap_pyfunction!(audit_tokens, m)?)?;
     m.add_function(wrap_pyfunction!(crc32c, m)?)?;
     m.add_function(wrap_pyfunction!(reader::verify, m)?)?;

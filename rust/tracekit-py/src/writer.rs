@@ -11,6 +11,8 @@ use tracekit_guidance::{Codes, Error, Options, Result, Schema, SiteRows, Status,
 
 type Rows<'py> = (Option<Bound<'py, PyAny>>, bool, Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
 
+/// (First byte, bytes) in a row: of packed codes, if there are any, and of scales.
+type Column = (Option<(usize, usize)>, (usize, usize));
 type Item<'py> = (String, Bound<'py, PyAny>, i64, Bound<'py, PyAny>, Vec<u8>);
 
 /// Bytes `at..at + n` of each row, one after another.
@@ -222,7 +224,7 @@ impl Writer {
         py: Python<'_>,
         items: Vec<Item<'_>>,
         row_bytes: usize,
-        columns: Vec<(Option<(usize, usize)>, (usize, usize))>,
+        columns: Vec<Column>,
     ) -> PyResult<bool> {
         let parts = || columns.iter().flat_map(|(codes, scales)| codes.iter().chain([scales]));
         if row_bytes == 0 || parts().any(|&(at, n)| at.checked_add(n).is_none_or(|end| end > row_bytes)) {

@@ -33,7 +33,11 @@ class Rounder:
             self.buffers[f"{site.name}/scales"] = self._empty(tokens, *planes, site.scale_row, device=device)
         self._scales = {name: torch.tensor([g], device=device) for name, g in settings.static_scales.items()}
         self._kept: dict[str, Tensor] = {}
-        self._seen: dict[int, list[Tensor]] = {}
+        width = sum(math.prod(b.shape[1:]) for b in self.buffers.values())
+        self.rows = self._empty(tokens, width, device=device)
+        """What `buffers` hold, side by side. Filled within the forward, by its last recorded site: a CUDA graph holds
+        that copy, and a decode step of the engine launches nothing for it."""
+        self._last = max(self.recorded, key=_order, default=None)
 
     @staticmethod
     def _empty(*shape: int, device: torch.device) -> Tensor:
@@ -64,23 +68,17 @@ class Rounder:
             bits=bits,
             values=values,
         )
+        if site == self._last:
+            torch.cat([b[: len(x)].flatten(1) for b in self.buffers.values()], 1, out=self.rows[: len(x)])
         return values
 
     def take(self, count: int) -> Tensor:
         """The last forward's first `count` rows as one tensor u8 [count, R], which `columns` takes apart. It is a copy:
-        the buffers are written again while it travels."""
+        the rows are written again while it travels."""
         if self.settings.keep_activations:
             kept = [self._kept[s.name][:count].float().flatten(1).view(torch.uint8) for s in self.settings.sites]
-            return torch.cat([*self._views(count), *kept], 1)
-        return torch.cat(self._views(count), 1)
-
-    def _views(self, count: int) -> list[Tensor]:
-        """[count, bytes] of each buffer; decode batches come back to the same few counts."""
-        if count not in self._seen:
-            if len(self._seen) >= 1024:
-                self._seen.clear()
-            self._seen[count] = [buffer[:count].flatten(1) for buffer in self.buffers.values()]
-        return self._seen[count]
+            return torch.cat([self.rows[:count], *kept], 1)
+        return self.rows[:count].clone()
 
     @property
     def columns(self) -> dict[str, Column]:
@@ -89,6 +87,12 @@ class Rounder:
         if self.settings.keep_activations:
             out |= {f"{s.name}/x": Column((s.planes, s.width), np.dtype("<f4")) for s in self.settings.sites}
         return out
+
+
+def _order(site: str) -> tuple[int, int]:
+    """Where a forward comes to `site`, layers.N.KIND."""
+    _, layer, kind = site.split(".")
+    return int(layer), ("k", "v", "moe_input").index(kind)
 
 
 @dataclass(frozen=True, slots=True)
