@@ -1,8 +1,10 @@
 """docs/concepts/rounding.md: each property stated there, and its pictures, which a script draws."""
 
 import importlib.util
+import re
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,14 +69,72 @@ def test_p2_three_bits_and_equal_signs(z, code):
         assert abs(guided(z, code, 3) - q) <= abs(guided(z, code, 0) - q)
 
 
+def drawn():
+    """(bits, code) -> columns of the page's pictures, 49 marks each."""
+    pictures, bits = {}, 0
+    for line in (CONCEPTS / "rounding.md").read_text().splitlines():
+        if head := re.match(r"(\d) bits? +z:", line):
+            bits = int(head[1])
+        elif row := re.match(r"q_roll +(\S+) +([#=.]{49})$", line):
+            q = float(row[1])
+            pictures[bits, draw.MAGNITUDES.index(abs(q)) + (8 if q < 0 else 0)] = row[2]
+    assert sorted(pictures) == [(b, c) for b in (1, 2, 3) for c in range(16) if c != 8]
+    return pictures
+
+
+def everywhere():
+    """z in [0, 8]: every fp16 value, and every multiple of a quarter with an fp32 ulp on either side."""
+    half = torch.arange(0x4801, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    edge, inf = torch.arange(1, 29) / 4, torch.tensor(float("inf"))
+    return torch.cat([half, edge, torch.nextafter(edge, inf), torch.nextafter(edge, -inf)])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_p2_holds_and_fails_exactly_as_drawn(bits, sign):
+    """P2: on all pairs of z and code. Code 8 is q_roll = 0 like code 0; four bits have no picture because of P1."""
+    z, pages = everywhere(), drawn()
+    at = z.clamp(max=6) * 4
+    column = (2 * at.floor() + (at != at.floor())).long()
+    codes = range(16) if sign > 0 else [c ^ 8 for c in range(16)]
+    for code, found in enumerate(draw.farther(bits, codes, sign * z)):
+        marks = pages.get((bits, code % 16 if code != 8 else 0), "." * 49)
+        want = torch.tensor([m == "#" for m in marks])[column]
+        assert torch.equal(found, want), (code, z[found != want][:5])
+
+
+def test_p2_what_is_said_of_the_pictures():
+    """P2, the points under them: marks outside the brackets, how far, equal signs, more bits for opposite ones."""
+    apart = {1: [], 2: []}
+    for (bits, code), marks in drawn().items():
+        q = draw.MAGNITUDES[code & 7]
+        for i, mark in enumerate(marks):
+            inside = code < 8 and draw.bounds(q, draw.COLUMNS[i])
+            assert (mark == "=") == inside  # so no # has the place of a =
+        failing = [i for i, m in enumerate(marks) if m == "#"]
+        if code < 8 and bits < 3:
+            within = [i for i, m in enumerate(marks) if m == "="]
+            apart[bits] += [min(abs(draw.COLUMNS[i] - draw.COLUMNS[j]) for j in within) for i in failing]
+        if code < 8 and bits == 3:
+            assert not failing
+        if code > 8:
+            assert failing
+    assert min(apart[1]) == 1 / 4  # middles of intervals on either side of a grid value
+    assert min(apart[2]) == 3 / 8  # 15/4, a quarter below the bracket whose first middle is 33/8
+
+
 @examples
-@given(st.integers(0, 23), st.floats(2.0**-10, 1 - 2.0**-10), codes.filter(lambda c: c < 8), st.integers(1, 4))
-def test_p2_cells_are_uniform(cell, inside, code, bits):
-    """P2: what the picture says of a quarter of z is true throughout it."""
-    z = (cell + inside) / 4
-    q = value_of(code)
-    excess = abs(guided(z, code, bits) - q) > abs(guided(z, code, 0) - q)
-    assert excess == draw.farther(bits, range(code, code + 1))[0, cell].item()
+@given(st.sampled_from(GRID), codes, st.integers(0, 4))
+def test_p2_on_the_grid(z, code, bits):
+    """P2, fourth point: q* = rtn(z) = z."""
+    assert guided(z, code, bits) == guided(z, code, 0) == z
+
+
+@examples
+@given(values, codes, st.integers(0, 4))
+def test_p3_an_end_of_the_bracket(z, code, bits):
+    """P3: q* is always one, which is why q_roll must be."""
+    assert guided(z, code, bits) in bracket(z)
 
 
 @examples
