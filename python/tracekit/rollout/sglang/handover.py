@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing.util
+import os
 import queue
+import signal
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -83,7 +86,8 @@ class Handover:
         arrays, versions = split(item.rows.gather(), self.columns), item.rows.versions
         if self.settings.keep_activations:  # before the record, which tells others that all is there
             self._write_activations(item, arrays, versions)
-        trajectory = writer.begin(item.trajectory, token_ids=item.tokens, policy_version=int(versions.min()))
+        part = (self.settings.part, self.settings.parts)
+        trajectory = writer.begin(item.trajectory, token_ids=item.tokens, policy_version=int(versions.min()), part=part)
         for site in self.settings.sites:
             codes = arrays.get(f"{site.name}/codes")
             trajectory.append(site.name, 0, codes, arrays[f"{site.name}/scales"], packed=True)
@@ -96,4 +100,20 @@ class Handover:
         folder = Path(self.settings.folder) / "activations" / item.step
         folder.mkdir(parents=True, exist_ok=True)
         names = {name.replace("/", "|"): array for name, array in arrays.items()}
-        np.savez(folder / f"{item.trajectory}.npz", tokens=item.tokens, versions=versions, **names)
+        rank = f".part{self.settings.part}" if self.settings.parts > 1 else ""
+        np.savez(folder / f"{item.trajectory}{rank}.npz", tokens=item.tokens, versions=versions, **names)
+
+
+def seal_at_end(handover: Handover) -> None:
+    """Close `handover` when this process returns, fails or is told to end by SIGTERM."""
+    # A process that multiprocessing started runs these finalizers, and no atexit function.
+    multiprocessing.util.Finalize(None, handover.close, exitpriority=10)
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def end(number, _frame):
+        handover.close()
+        signal.signal(number, before if callable(before) else signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    before = signal.signal(signal.SIGTERM, end)
