@@ -13,8 +13,7 @@ import pytest
 from tracekit.errors import DataError
 from tracekit.guidance import SiteSpec, open_dataset, verify
 from tracekit.rollout.sglang.capture import Column
-from tracekit.rollout.sglang.handover import Finished, Handover
-from tracekit.rollout.sglang.plugin import seal_at_end
+from tracekit.rollout.sglang.handover import Finished, Handover, seal_at_end
 from tracekit.rollout.sglang.settings import Settings
 from tracekit.rollout.sglang.store import SlotStore
 

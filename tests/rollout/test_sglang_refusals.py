@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from tracekit.errors import EngineError
-from tracekit.rollout.sglang.plugin import refuse_unsupported
+from tracekit.rollout.sglang.plugin import refuse_cut_blocks, refuse_unsupported
+from tracekit.rollout.sglang.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,6 @@ from tracekit.rollout.sglang.plugin import refuse_unsupported
         ("enable_two_batch_overlap", True),
         ("disaggregation_mode", "prefill"),
         ("moe_a2a_backend", "deepep"),
-        ("tp_size", 2),
         ("pp_size", 2),
         ("dp_size", 2),
         ("kv_cache_dtype", "fp8_e4m3"),
@@ -30,4 +30,15 @@ def test_it_is_refused(name, value):
     refuse_unsupported(SimpleNamespace(**usual))
     with pytest.raises(EngineError, match=name.replace("_", ".")) as error:
         refuse_unsupported(SimpleNamespace(**{**usual, name: value}))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("ranks", "expert_ranks", "cut"), [(2, 1, False), (4, 1, True), (4, 2, False), (4, 4, False)])
+def test_ranks_that_cut_a_block_are_refused(ranks, expert_ranks, cut):
+    settings, model = Settings(folder="x", experts="nvfp4-exact"), SimpleNamespace(moe_intermediate_size=32)
+    args = SimpleNamespace(tp_size=ranks, ep_size=expert_ranks)
+    if not cut:
+        return refuse_cut_blocks(settings, model, args)
+    with pytest.raises(EngineError, match="cut the experts' 32 hidden values") as error:
+        refuse_cut_blocks(settings, model, args)
     assert "\n" not in str(error.value)

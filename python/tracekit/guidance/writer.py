@@ -205,13 +205,14 @@ class GuidanceWriter:
         self,
         items: Sequence[tuple[str, Any, int, Any, Mapping[str, Any] | None]],
         columns: Mapping[str, tuple[tuple[int, int] | None, tuple[int, int]]],
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         """Begins, appends and commits trajectories whose rows hold all sites side by side, as an engine keeps them.
 
         An item is (id, token_ids, policy_version, rows u8 `[T, R]` of tokens 0 on, extra); `columns` gives each site's
-        (first byte, bytes) in a row: of its packed codes, None for bits = 0, and of its scales. When the call returns,
-        all of them survive the death of the process. It lets go of the GIL once, for all of the work: for threads
-        beside one that must not wait.
+        (first byte, bytes) in a row: of its packed codes, None for bits = 0, and of its scales; `part` is as in
+        `begin`. When the call returns, all of them survive the death of the process. It lets go of the GIL once, for
+        all of the work: for threads beside one that must not wait.
         """
         if missing := [s.name for s in self.schema.sites if s.name not in columns]:
             raise ValueError(f"rows have the schema's sites: missing {missing[:4]}")
@@ -224,7 +225,8 @@ class GuidanceWriter:
             (i, _array(ids, np.int64), policy, _u8(rows), b"" if extra is None else msgpack.packb(extra))
             for i, ids, policy, rows, extra in items
         ]
-        if not self._core.append_rows(ready, widths.pop(), [columns[s.name] for s in self.schema.sites]):
+        places = [columns[s.name] for s in self.schema.sites]
+        if not self._core.append_rows(ready, widths.pop(), places, part):
             raise QueueFullError("trajectories were dropped: the guidance queue is full")
 
     def site(self, name: str) -> SiteSpec:

@@ -225,6 +225,7 @@ impl Writer {
         items: Vec<Item<'_>>,
         row_bytes: usize,
         columns: Vec<Column>,
+        part: (u16, u16),
     ) -> PyResult<bool> {
         let parts = || columns.iter().flat_map(|(codes, scales)| codes.iter().chain([scales]));
         if row_bytes == 0 || parts().any(|&(at, n)| at.checked_add(n).is_none_or(|end| end > row_bytes)) {
@@ -241,7 +242,7 @@ impl Writer {
         let tickets = self.with(py, |w| {
             let (mut codes, mut scales, mut tickets) = (Vec::new(), Vec::new(), Vec::with_capacity(held.len()));
             for (id, tokens, policy, rows, extra) in &held {
-                let begin = Begin { id, token_ids: tokens.slice(), policy: *policy, prefix: None, part: (0, 1) };
+                let begin = Begin { id, token_ids: tokens.slice(), policy: *policy, prefix: None, part };
                 let handle = w.begin(&begin)?;
                 let mut whole = || {
                     for (site, (of_codes, of_scales)) in columns.iter().enumerate() {

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing.util
+import os
 import queue
+import signal
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -115,13 +118,14 @@ class Handover:
             starts = np.concatenate([[0], changes]) if len(versions) else changes
             spans = [[int(a), int(versions[a])] for a in starts]
             rows.append((item.trajectory, item.tokens, int(versions.min()), found, {"versions": spans}))
-        writer.append_rows(rows, self._places)
+        writer.append_rows(rows, self._places, part=(self.settings.part, self.settings.parts))
 
     def _write_activations(self, item: Finished, arrays: dict[str, np.ndarray], versions: np.ndarray) -> None:
         folder = Path(self.settings.folder) / "activations" / item.step
         folder.mkdir(parents=True, exist_ok=True)
         names = {name.replace("/", "|"): array for name, array in arrays.items()}
-        np.savez(folder / f"{item.trajectory}.npz", tokens=item.tokens, versions=versions, **names)
+        rank = f".part{self.settings.part}" if self.settings.parts > 1 else ""
+        np.savez(folder / f"{item.trajectory}{rank}.npz", tokens=item.tokens, versions=versions, **names)
 
 
 def places(
@@ -133,3 +137,18 @@ def places(
         spans[name] = (at, column.bytes)
         at += column.bytes
     return {s.name: (spans.get(f"{s.name}/codes"), spans[f"{s.name}/scales"]) for s in settings.sites}
+
+
+def seal_at_end(handover: Handover) -> None:
+    """Close `handover` when this process returns, fails or is told to end by SIGTERM."""
+    # A process that multiprocessing started runs these finalizers, and no atexit function.
+    multiprocessing.util.Finalize(None, handover.close, exitpriority=10)
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def end(number, _frame):
+        handover.close()
+        signal.signal(number, before if callable(before) else signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    before = signal.signal(signal.SIGTERM, end)

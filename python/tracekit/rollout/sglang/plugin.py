@@ -18,18 +18,15 @@ checks that the others are in place and stops the engine otherwise.
 
 from __future__ import annotations
 
-import multiprocessing.util
-import os
-import signal
-import threading
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from tracekit.errors import EngineError
+from tracekit.numerics import profile_info
 from tracekit.rollout.sglang.capture import Rounder
-from tracekit.rollout.sglang.handover import Finished, Handover
+from tracekit.rollout.sglang.handover import Finished, Handover, seal_at_end
 from tracekit.rollout.sglang.settings import Settings
 from tracekit.rollout.sglang.stopwatch import Stopwatch
 from tracekit.rollout.sglang.store import Found, SlotStore
@@ -66,6 +63,8 @@ class Plugin:
             raise EngineError(f"tracekit: this SGLang has no {missing[0]}; see docs/sglang.md for the versions")
         args = runner.server_args
         refuse_unsupported(args)
+        refuse_cut_blocks(self.settings, runner.model_config.hf_config, args)
+        self.settings = self.settings.share(*_rank(runner))
         tokens = max(args.max_prefill_tokens or 0, args.chunked_prefill_size or 0, runner.max_running_requests or 0, 1)
         slots = runner.max_total_num_tokens + (runner.page_size or 1) + tokens
         if hasattr(runner, "kv_index_translator"):
@@ -182,21 +181,6 @@ class Ride:
         self.plugin.arrived(self.slots, self.rows, self.version)
 
 
-def seal_at_end(handover: Handover) -> None:
-    """Close `handover` when this process returns, fails or is told to end by SIGTERM."""
-    # A process that multiprocessing started runs these finalizers, and no atexit function.
-    multiprocessing.util.Finalize(None, handover.close, exitpriority=10)
-    if threading.current_thread() is not threading.main_thread():
-        return
-
-    def end(number, _frame):
-        handover.close()
-        signal.signal(number, before if callable(before) else signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    before = signal.signal(signal.SIGTERM, end)
-
-
 def refuse_unsupported(args: object) -> None:
     """Raise EngineError for ways to run SGLang under which a slot's rows would not be its own."""
     refused = {
@@ -214,7 +198,6 @@ def refuse_unsupported(args: object) -> None:
     if backend != "none":
         raise EngineError(f"tracekit does not support moe_a2a_backend {backend}: rows arrive in another order")
     alone = {
-        "tp_size": "K and V of other ranks have no writer yet",
         "pp_size": "other ranks' layers would be recorded as zeros",
         "dp_size": "ranks share buffers",
     }
@@ -226,6 +209,30 @@ def refuse_unsupported(args: object) -> None:
         raise EngineError(f"tracekit does not support kv_cache_dtype {cache}: it rounds again what the plugin rounded")
     if not getattr(args, "enable_return_routed_experts", False):
         raise EngineError("tracekit needs --enable-return-routed-experts: rows travel with the routed experts")
+
+
+def refuse_cut_blocks(settings: Settings, model: object, args: object) -> None:
+    """Raise EngineError where tensor parallelism would cut the blocks that the learner rounds the experts' hidden
+    values in."""
+    if settings.experts is None:
+        return
+    width, block = model.moe_intermediate_size, profile_info(settings.experts).block
+    ranks = args.tp_size // (getattr(args, "ep_size", 1) or 1)
+    if width % (ranks * block):
+        raise EngineError(
+            f"tracekit: {ranks} ranks cut the experts' {width} hidden values between blocks of {block}; "
+            f"choose tp_size so that {block} divides each rank's share, or ep_size = tp_size"
+        )
+
+
+def _rank(runner: object) -> tuple[int, int]:
+    """This process's tensor-parallel rank and their number: with the runner in 0.5.17, in the process's context in
+    0.5.23."""
+    if hasattr(runner, "ps"):
+        return runner.ps.tp_rank, runner.ps.tp_size
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().tp_rank, get_parallel().tp_size
 
 
 def _after_weights() -> str:

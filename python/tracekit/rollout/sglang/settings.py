@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,11 @@ class Settings:
     """Metadata of the datasets."""
     keep_activations: bool = False
     """Also keep each request's unrounded activations, in `folder/activations`, to check records against: for tests."""
+    part: int = 0
+    """Number of this process among those that record, where tensor parallelism has several."""
+    parts: int = 1
+    agreed: str = ""
+    """In a rank's share the digest of the whole."""
 
     @property
     def schema(self) -> GuidanceSchema:
@@ -46,7 +51,23 @@ class Settings:
     @property
     def digest(self) -> str:
         """Names the settings: an engine's records carry it, so that a client sees whether they agree."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        return self.agreed or hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+    def share(self, rank: int, ranks: int) -> Settings:
+        """What tensor-parallel rank `rank` of `ranks` records: rank 0 the experts' inputs, which all ranks have alike,
+        and each its heads of K and V; where several have the same head, the first of them."""
+        if ranks == 1:
+            return self
+        sites, split = [], [site for site in self.sites if site.name.endswith((".k", ".v"))]
+        copies = max(ranks // min((site.planes for site in split), default=1), 1)
+        for site in self.sites:
+            if site not in split:
+                sites += [site] if rank == 0 else []
+            elif rank % copies == 0:
+                heads = max(site.planes // ranks, 1)
+                sites.append(replace(site, planes=heads, first_plane=rank // copies * heads, all_planes=site.planes))
+        parts = ranks // copies if split else 1
+        return replace(self, sites=sites, part=rank // copies, parts=parts, agreed=self.digest)
 
     def save(self, path: Path | str) -> None:
         """Write the settings as JSON, for `tracekit serve`."""
