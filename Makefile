@@ -13,8 +13,7 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(RUN) pytest
-	cargo test --workspace --release
-	cargo test -p tracekit-guidance --release --features uring
+	cargo test --workspace --release --features tracekit-guidance/uring
 
 # A real engine on a CPU. Its pinned packages go beside the project's own, so it comes last in a shared environment.
 test-sglang: $(VENV)/.installed
@@ -22,8 +21,7 @@ test-sglang: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(RUN) pytest tests/sglang
 
 lint: $(VENV)/.installed
-	cargo clippy --workspace --all-targets --release -- -D warnings
-	cargo clippy -p tracekit-guidance --all-targets --release --features uring -- -D warnings
+	cargo clippy --workspace --all-targets --release --features tracekit-guidance/uring -- -D warnings
 	cargo fmt --all --check
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
