@@ -153,13 +153,14 @@ def bench_guided(copy: float) -> None:
         _, scales, low, _ = quantize_pack(x, profile, global_scale=g, bits=bits)
         y = x + 0.02 * torch.randn_like(x)
         nbytes = 4 * x.numel() + scales.numel() + low.numel()
-        ms, config = tuned(
-            CONFIGS,
-            lambda r, w, p=p, low=low, y=y, scales=scales, bits=bits: launch_guided_qdq(
-                y, p, g, low, scales, out, bits, False, r, w
-            ),
-        )
-        report(f"guided qdq {profile} b={bits}", ms, nbytes, copy, config=config)
+        for floor in (False, True):
+            ms, config = tuned(
+                CONFIGS,
+                lambda r, w, p=p, low=low, y=y, scales=scales, bits=bits, floor=floor: launch_guided_qdq(
+                    y, p, g, low, scales, out, bits, False, r, w, floor
+                ),
+            )
+            report(f"guided qdq {profile} b={bits} {'codes' if floor else 'values'}", ms, nbytes, copy, config=config)
 
 
 def bench_weights(copy: float) -> None:

@@ -1,14 +1,25 @@
 """Guided quantise-dequantise from packed codes against the PyTorch reference."""
 
+import sys
+
 import pytest
 import torch
 
 from tracekit.errors import ConfigError
 from tracekit.kernels import guided_qdq, pack_low_bits
+from tracekit.kernels._triton import INTERPRET, jit, tl
+from tracekit.kernels.guided_floor import scaled
 from tracekit.kernels.quantize_pack import KERNEL_PROFILES
 from tracekit.numerics import guided_round, profile_info, quantize
 
 PROFILES = ["nvfp4-exact", "mxfp4-rceil", "kv-mx16"]
+module = sys.modules["tracekit.kernels.guided_qdq"]  # the package exports a function of this name
+
+
+@pytest.fixture(params=["values", "codes"])
+def rule(request, monkeypatch):
+    """Both forms of the bracket's rule, `guided_values` and `guided_floor`."""
+    monkeypatch.setattr(module, "FLOOR", request.param == "codes")
 
 
 def drifted(x, seed=1):
@@ -22,7 +33,7 @@ def drifted(x, seed=1):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bits", range(5))
 @pytest.mark.parametrize("rounding", ["bracket", "bracket_open"])
-def test_equals_reference(device, profile, dtype, bits, rounding, hard_rows):
+def test_equals_reference(device, rule, profile, dtype, bits, rounding, hard_rows):
     x = hard_rows(dtype=dtype)
     for g in (torch.tensor(448.3) if bits % 2 else torch.rand(48, 1) * 300 + 1,):
         q = quantize(x, profile, global_scale=g)
@@ -50,7 +61,7 @@ def test_equals_reference(device, profile, dtype, bits, rounding, hard_rows):
 
 @pytest.mark.parametrize("profile", [p for p in KERNEL_PROFILES if p not in PROFILES])
 @pytest.mark.parametrize("dtype, bits", [(torch.bfloat16, 1), (torch.float16, 2), (torch.float32, 4)])
-def test_other_chains_equal_reference(device, profile, dtype, bits, hard_rows):
+def test_other_chains_equal_reference(device, rule, profile, dtype, bits, hard_rows):
     """The orders of operations that differ from nvfp4-exact only in scaling, missing blocks under their own scale."""
     p = profile_info(profile)
     x = hard_rows(dtype=dtype)
@@ -69,7 +80,7 @@ def test_other_chains_equal_reference(device, profile, dtype, bits, hard_rows):
 
 @pytest.mark.parametrize("bits", range(1, 5))
 @pytest.mark.parametrize("rounding", ["bracket", "bracket_open"])
-def test_every_cell_and_code(device, bits, rounding):
+def test_every_cell_and_code(device, rule, bits, rounding):
     """All grid points, midpoints and class midpoints with one fp32 step either side, both signs, all 16 codes."""
     at = torch.cat([torch.arange(0, 120) / 16, torch.arange(0, 50) / 7 + 1e-3])
     inf = torch.tensor(float("inf"))
@@ -128,3 +139,29 @@ def test_refuses_wrong_shapes(device):
         guided_qdq(x, low, q.scales[:, :1], bits=1, **args)
     with pytest.raises(ConfigError, match="rounding"):
         guided_qdq(x, low, q.scales, bits=1, rounding="up", **args)
+
+
+@jit
+def _scaled_kernel(a_ptr, down_ptr, up_ptr, N: tl.constexpr, INTERPRET: tl.constexpr):
+    i = tl.arange(0, N)
+    down, up = scaled(tl.load(a_ptr + i), INTERPRET)
+    tl.store(down_ptr + i, down)
+    tl.store(up_ptr + i, up)
+
+
+def test_products_rounded_down_and_up_are_codes(device):
+    """The interpreter's integers, and on a GPU the instructions, against exact arithmetic: all fp16 values to 6 and
+    fp32 neighbours of the grid, of small ones too."""
+    a = torch.arange(0x4601, dtype=torch.int16).view(torch.float16).float()
+    grid = torch.tensor([0.5, 1, 1.5, 2, 3, 4, 6, 1e-20, 2.0**-23, 1e-45])
+    inf = torch.tensor(float("inf"))
+    a = torch.cat([a, torch.nextafter(grid, -inf), torch.nextafter(grid, inf).clamp(max=6), torch.rand(4096) * 6])
+    n = 1 << (len(a) - 1).bit_length()
+    a = torch.nn.functional.pad(a, (0, n - len(a))).to(device)
+    down, up = torch.empty(2, n, dtype=torch.int32, device=device)
+    _scaled_kernel[(1,)](a, down, up, N=n, INTERPRET=INTERPRET)
+    exact = a.double() * 2.0**-126
+    low, high = (t.view(torch.float32).double() for t in (down, up))
+    units = exact * 2.0**149  # below 2^-126 fp32 has this grid, above it the product is exact
+    assert torch.equal(low, torch.where(a < 1, units.floor() * 2.0**-149, exact))
+    assert torch.equal(high, torch.where(a < 1, units.ceil() * 2.0**-149, exact))

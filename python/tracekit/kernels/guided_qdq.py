@@ -15,6 +15,7 @@ from torch import Tensor
 from tracekit.errors import ConfigError
 from tracekit.kernels._triton import INTERPRET, cdiv, jit, runs_triton, tl
 from tracekit.kernels.chains import chain_of, choose_scale, over_scale, scale_factor, scale_inverse
+from tracekit.kernels.guided_floor import guided_floor
 from tracekit.kernels.low_bits import unpack_low_bits
 from tracekit.kernels.partial import blocks_of, load_codes, load_partial, place
 from tracekit.kernels.quantize_pack import chain_options, check_supported, per_block_scales
@@ -23,16 +24,20 @@ from tracekit.numerics.guided import guided_round
 from tracekit.numerics.profiles import Profile, profile_info
 from tracekit.numerics.scales import resolve_global_scale
 
+FLOOR = False  # this rule has run on an H200, that of `guided_floor` not yet
+
 
 @jit
 def guided_values(
     x, inverse, codes, BITS: tl.constexpr, OPEN: tl.constexpr, CHAIN: tl.constexpr, AWAY: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    FLOOR: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """q* of fp32 x [ROWS, 8] under low-bit codes (int32, same shape; unused for BITS 0), with the sign of x."""
     z = over_scale(x, inverse, CHAIN)
     if INTERPRET:
         z = tl.where(z != z, 6.0, z)
+    if FLOOR and BITS > 0 and not OPEN:
+        return with_sign(guided_floor(z, codes, BITS, INTERPRET), z)
     if OPEN:
         z = z + 0.0  # sgn(-0) is +
     a = tl.minimum(tl.abs(z), 6.0)
@@ -112,15 +117,16 @@ def _load_tile(
 def _guide_tile(
     x, codes, inverse, factor, decode, missing, out_ptr, offset, left, mask,
     BITS: tl.constexpr, OPEN: tl.constexpr, CHAIN: tl.constexpr, AWAY: tl.constexpr, SOME_MISSING: tl.constexpr,
-    PARTIAL: tl.constexpr, INTERPRET: tl.constexpr,
+    PARTIAL: tl.constexpr, FLOOR: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Round and store eight elements of each row; rows in `missing` to nearest."""
     if BITS > 0:
-        q = guided_values(x, inverse, codes, BITS, OPEN, CHAIN, AWAY, INTERPRET)
+        q = guided_values(x, inverse, codes, BITS, OPEN, CHAIN, AWAY, FLOOR, INTERPRET)
         if SOME_MISSING:
-            q = tl.where(missing[:, None] > 0, guided_values(x, inverse, codes, 0, False, CHAIN, AWAY, INTERPRET), q)
+            nearest = guided_values(x, inverse, codes, 0, False, CHAIN, AWAY, False, INTERPRET)
+            q = tl.where(missing[:, None] > 0, nearest, q)
     else:
-        q = guided_values(x, inverse, 0, 0, False, CHAIN, AWAY, INTERPRET)
+        q = guided_values(x, inverse, 0, 0, False, CHAIN, AWAY, False, INTERPRET)
     v = q * factor
     if CHAIN == "exact" or CHAIN == "fast" or CHAIN == "mse" or CHAIN == "mae":
         v = v * decode
@@ -135,7 +141,7 @@ def _guided_qdq_kernel(
     x_ptr, low_ptr, scales_ptr, g_ptr, ulp_ptr, out_ptr, n_blocks, blocks_per_scale, length,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, OPEN: tl.constexpr, SCALES: tl.constexpr,
     CHAIN: tl.constexpr, TABLE: tl.constexpr, E8M0: tl.constexpr, MIN_SCALE: tl.constexpr, AWAY: tl.constexpr,
-    MISSING: tl.constexpr, PARTIAL: tl.constexpr, HARDWARE: tl.constexpr, PAIRS: tl.constexpr,
+    MISSING: tl.constexpr, PARTIAL: tl.constexpr, FLOOR: tl.constexpr, HARDWARE: tl.constexpr, PAIRS: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -180,33 +186,36 @@ def _guided_qdq_kernel(
         inverse = scale_inverse(byte, g, ulp_ptr, CHAIN, TABLE)[:, None]
         factor = scale_factor(byte, g, CHAIN)[:, None]
         _guide_tile(x0, c0, inverse, factor, decode, missing, out_ptr, start, left, mask, BITS, OPEN, CHAIN,
-                    AWAY, True, PARTIAL, INTERPRET)  # fmt: skip
+                    AWAY, True, PARTIAL, FLOOR, INTERPRET)  # fmt: skip
         _guide_tile(x1, c1, inverse, factor, decode, missing, out_ptr, start + 8, left - 8, mask, BITS, OPEN, CHAIN,
-                    AWAY, True, PARTIAL, INTERPRET)  # fmt: skip
+                    AWAY, True, PARTIAL, FLOOR, INTERPRET)  # fmt: skip
         if BLOCK == 32:
             _guide_tile(x2, c2, inverse, factor, decode, missing, out_ptr, start + 16, left - 16, mask, BITS, OPEN,
-                        CHAIN, AWAY, True, PARTIAL, INTERPRET)  # fmt: skip
+                        CHAIN, AWAY, True, PARTIAL, FLOOR, INTERPRET)  # fmt: skip
             _guide_tile(x3, c3, inverse, factor, decode, missing, out_ptr, start + 24, left - 24, mask, BITS, OPEN,
-                        CHAIN, AWAY, True, PARTIAL, INTERPRET)  # fmt: skip
+                        CHAIN, AWAY, True, PARTIAL, FLOOR, INTERPRET)  # fmt: skip
     else:
         inverse = scale_inverse(byte, g, ulp_ptr, CHAIN, TABLE)[:, None]
         factor = scale_factor(byte, g, CHAIN)[:, None]
         _guide_tile(x0, c0, inverse, factor, decode, missing, out_ptr, start, left, mask, BITS, OPEN, CHAIN,
-                    AWAY, False, PARTIAL, INTERPRET)  # fmt: skip
+                    AWAY, False, PARTIAL, FLOOR, INTERPRET)  # fmt: skip
         _guide_tile(x1, c1, inverse, factor, decode, missing, out_ptr, start + 8, left - 8, mask, BITS, OPEN, CHAIN,
-                    AWAY, False, PARTIAL, INTERPRET)  # fmt: skip
+                    AWAY, False, PARTIAL, FLOOR, INTERPRET)  # fmt: skip
         if BLOCK == 32:
             _guide_tile(x2, c2, inverse, factor, decode, missing, out_ptr, start + 16, left - 16, mask, BITS, OPEN,
-                        CHAIN, AWAY, False, PARTIAL, INTERPRET)  # fmt: skip
+                        CHAIN, AWAY, False, PARTIAL, FLOOR, INTERPRET)  # fmt: skip
             _guide_tile(x3, c3, inverse, factor, decode, missing, out_ptr, start + 24, left - 24, mask, BITS, OPEN,
-                        CHAIN, AWAY, False, PARTIAL, INTERPRET)  # fmt: skip
+                        CHAIN, AWAY, False, PARTIAL, FLOOR, INTERPRET)  # fmt: skip
 
 
 def launch_guided_qdq(
     x: Tensor, p: Profile, g: Tensor | None, low: Tensor | None, scales: Tensor, out: Tensor, bits: int, open_: bool,
-    rows: int = 0, warps: int = 0,
+    rows: int = 0, warps: int = 0, floor: bool | None = None,
 ) -> None:  # fmt: skip
-    """Start the kernel, `rows` blocks a program on `warps` warps (0: chosen by size), writing to contiguous `out`."""
+    """Start the kernel, `rows` blocks a program on `warps` warps (0: chosen by size), writing to contiguous `out`.
+
+    `floor` takes the rule of `guided_floor`; None leaves it to `FLOOR`.
+    """
     x = x.contiguous()
     n, k = blocks_of(x.shape, p.block), x.shape[-1]
     if n == 0:
@@ -217,6 +226,7 @@ def launch_guided_qdq(
     _guided_qdq_kernel[(cdiv(n, rows),)](
         x, scales if low is None else low.contiguous(), scales.contiguous(), g_blocks, chain.ulps, out, n, covers, k,
         ROWS=rows, BITS=bits, OPEN=open_, TABLE=chain.table, MISSING=p.missing_scale,
+        FLOOR=FLOOR if floor is None else floor,
         num_warps=warps or max(1, rows // 64), **chain_options(p, x, n_scales),
     )  # fmt: skip
 
