@@ -3,6 +3,7 @@ use crate::chunk::{Codes, Payload, SiteRows, FLAG_PLANES, FLAG_ZTAIL, WHOLE_LIMI
 use crate::coset::{check16, check_rows, to_syndromes};
 use crate::crc::{crc32c, crc32c_append};
 use crate::directory::{coding, codings, directory_len, entries_of, ENTRY};
+use crate::huffman::Huffman;
 use crate::layout::put;
 use crate::pack::pack_row;
 use crate::schema::{Encoding, Site};
@@ -13,6 +14,7 @@ const LEVEL: i32 = -7;
 /// Encodes chunks; holds the compressor and its buffers.
 pub struct Encoder {
     zstd: zstd::bulk::Compressor<'static>,
+    huffman: Huffman,
     scales: Vec<u8>,
     plane: Vec<u8>,
 }
@@ -24,7 +26,7 @@ impl Default for Encoder {
         // and compress literals, which negative levels would not.
         let huffman = zstd::zstd_safe::CParameter::LiteralCompressionMode(zstd::zstd_safe::ParamSwitch::Enable);
         zstd.set_parameter(huffman).expect("a parameter of zstd");
-        Encoder { zstd, scales: Vec::new(), plane: Vec::new() }
+        Encoder { zstd, huffman: Huffman::default(), scales: Vec::new(), plane: Vec::new() }
     }
 }
 
@@ -206,6 +208,9 @@ impl Encoder {
     fn compress(&mut self, src: &[u8], out: &mut Vec<u8>) -> bool {
         if src.len() < 64 {
             return false;
+        }
+        if self.huffman.frame(src, out) {
+            return true;
         }
         let at = out.len();
         out.resize(at + zstd::zstd_safe::compress_bound(src.len()), 0);
