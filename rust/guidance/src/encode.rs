@@ -185,14 +185,19 @@ impl Encoder {
                 if !lent.is_empty() {
                     payload.rows.push((block, lent));
                 }
-                scales.clear();
-                push_scales(site, rows, plane, ntok, &self.plane, out, &mut scales);
+                let stored = if site.planes == 1 && site.encoding == Encoding::Lossless {
+                    rows.scales
+                } else {
+                    scales.clear();
+                    push_scales(site, rows, plane, ntok, &self.plane, out, &mut scales);
+                    &scales
+                };
                 let before = out.len();
                 let [codes, mut how] = codings(site);
-                if how == coding::SCALE_RAW && self.compress(&scales, out) {
+                if how == coding::SCALE_RAW && self.compress(stored, out) {
                     how = coding::SCALE_ZSTD;
                 } else {
-                    out.extend_from_slice(&scales);
+                    out.extend_from_slice(stored);
                 }
                 let scales_len = out.len() - before;
                 entry(out, lent, block, scales_len, [codes, how, coding::ENTRY_PLANE]);
