@@ -34,6 +34,17 @@ def test_steps_with_the_engine(tmp_path):
     assert steps == ["step_000001", "step_000002", "step_000003"]
 
 
+def test_a_budget_that_binds_brings_checkpoints_early(tmp_path):
+    free = tmp_path / "free"
+    lines = train(free, "run", "--guidance.keep-steps", "-1", "--steps", "2")
+    folder = free / "run" / "guidance"
+    largest = max(sum(f.stat().st_size for f in step.iterdir()) for step in folder.iterdir())
+    lines = train(tmp_path, "run", "--guidance.byte-budget", str(int(1.5 * largest)), "--steps", "3")
+    assert [line["guidance/early_checkpoint"] for line in lines][:2] == [1, 1]
+    assert all(line["guidance/budget_frac"] <= 1 for line in lines)
+    assert [p.name for p in (tmp_path / "run" / "guidance").iterdir()] == ["step_000003"]
+
+
 @pytest.mark.long
 def test_guidance_closes_the_gap_to_the_engine(tmp_path):
     guided = mismatch(train(tmp_path, "guided"))

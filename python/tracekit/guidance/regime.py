@@ -121,7 +121,7 @@ class SiteAudit:
         lo, hi = 1e-7, 10.0
         if expected(hi) < self.thresholds:
             return math.inf
-        for _ in range(60):
+        for _ in range(40):
             mid = math.sqrt(lo * hi)
             lo, hi = (mid, hi) if expected(mid) < self.thresholds else (lo, mid)
         return math.sqrt(lo * hi)
@@ -172,11 +172,13 @@ class Audit:
         sums.scale_flips += int((own.scales != scales).sum())
         self._thresholds(sums, x.float(), codes, scales, g, site, profile)
         truth = numerics.dequantize(codes, scales, profile, g, torch.float32)
+        sigma = sums.sigma
+        noise = max(sigma, 1e-4) if sigma < 1 else 0.3
         for encoding in ENCODINGS:
             if encoding == "rm15" and bits != 1 or encoding != "lossless" and "4over6" in site.profile:
                 continue
             record = encode(rows, encoding, bits)
-            low, got, ok = decode(x, record, sigma=max(sums.sigma, 1e-4) if sums.sigma < 1 else 0.3)
+            low, got, ok = decode(x, record, sigma=noise)
             out = numerics.guided_round(x.float(), low, got, bits=bits, profile=profile, global_scale=g)
             sums.errors[encoding] = sums.errors.get(encoding, 0) + int((out != truth).sum())
             sums.given_up[encoding] = sums.given_up.get(encoding, 0) + int((~ok).sum())

@@ -120,7 +120,8 @@ class Loop:
         if self.sampler.sites:
             out["guidance/bytes_per_token"] = self.sampler.guidance_bytes / self.sampler.recorded_tokens
             self.state.guidance_bytes = max(self.state.guidance_bytes, self.sampler.guidance_bytes)
-            out |= self.retention.read(step, folders, self.state.guidance_bytes)
+            coming = self.state.guidance_bytes if step < c.steps else 0
+            out |= self.retention.read(step, folders, coming)
         return out | self.timer.take()
 
     def experience(self, sampled: Sampled, step: int) -> tuple[Experience, dict[str, float]]:

@@ -3,6 +3,7 @@ use crate::chunk::{Codes, Payload, SiteRows, FLAG_PLANES, FLAG_ZTAIL, WHOLE_LIMI
 use crate::coset::{check16, check_rows, to_syndromes};
 use crate::crc::{crc32c, crc32c_append};
 use crate::directory::{coding, codings, directory_len, entries_of, ENTRY};
+use crate::huffman::Huffman;
 use crate::layout::put;
 use crate::pack::pack_row;
 use crate::schema::{Encoding, Site};
@@ -13,6 +14,7 @@ const LEVEL: i32 = -7;
 /// Encodes chunks; holds the compressor and its buffers.
 pub struct Encoder {
     zstd: zstd::bulk::Compressor<'static>,
+    huffman: Huffman,
     scales: Vec<u8>,
     plane: Vec<u8>,
 }
@@ -24,7 +26,7 @@ impl Default for Encoder {
         // and compress literals, which negative levels would not.
         let huffman = zstd::zstd_safe::CParameter::LiteralCompressionMode(zstd::zstd_safe::ParamSwitch::Enable);
         zstd.set_parameter(huffman).expect("a parameter of zstd");
-        Encoder { zstd, scales: Vec::new(), plane: Vec::new() }
+        Encoder { zstd, huffman: Huffman::default(), scales: Vec::new(), plane: Vec::new() }
     }
 }
 
@@ -183,14 +185,19 @@ impl Encoder {
                 if !lent.is_empty() {
                     payload.rows.push((block, lent));
                 }
-                scales.clear();
-                push_scales(site, rows, plane, ntok, &self.plane, out, &mut scales);
+                let stored = if site.planes == 1 && site.encoding == Encoding::Lossless {
+                    rows.scales
+                } else {
+                    scales.clear();
+                    push_scales(site, rows, plane, ntok, &self.plane, out, &mut scales);
+                    &scales
+                };
                 let before = out.len();
                 let [codes, mut how] = codings(site);
-                if how == coding::SCALE_RAW && self.compress(&scales, out) {
+                if how == coding::SCALE_RAW && self.compress(stored, out) {
                     how = coding::SCALE_ZSTD;
                 } else {
-                    out.extend_from_slice(&scales);
+                    out.extend_from_slice(stored);
                 }
                 let scales_len = out.len() - before;
                 entry(out, lent, block, scales_len, [codes, how, coding::ENTRY_PLANE]);
@@ -206,6 +213,9 @@ impl Encoder {
     fn compress(&mut self, src: &[u8], out: &mut Vec<u8>) -> bool {
         if src.len() < 64 {
             return false;
+        }
+        if self.huffman.frame(src, out) {
+            return true;
         }
         let at = out.len();
         out.resize(at + zstd::zstd_safe::compress_bound(src.len()), 0);

@@ -18,6 +18,7 @@ pub mod directory;
 pub mod encode;
 pub mod error;
 pub mod folder;
+mod huffman;
 pub mod index;
 pub mod layout;
 pub mod manifest;
