@@ -1,4 +1,4 @@
-"""Records that stay packed on the learner's device (as on a GPU) against those that the host unpacks."""
+"""What the learner does on a GPU, by the same operators on a CPU: records stay packed, sites round by kernels."""
 
 from functools import partial
 
@@ -7,7 +7,8 @@ import pytest
 import torch
 from loop_fixtures import build, gradients, opened
 
-from tracekit.learner import update
+from tracekit.kernels import fake_quantize
+from tracekit.learner import guide, update
 from tracekit.learner.guide import DeviceSiteRecord, SiteRecord
 from tracekit.learner.records import load_records
 
@@ -30,6 +31,8 @@ def test_both_ways_train_alike(tmp_path, monkeypatch, encoding, flags):
     found = []
     for on_device in (False, True):
         monkeypatch.setattr(update, "load_records", partial(load_records, on_device=on_device))
+        if on_device:
+            monkeypatch.setattr(guide, "own_rounding", lambda x, profile, g: fake_quantize(x, profile, global_scale=g))
         x = opened(built)
         batch = next(built.loop.update.batches(x.rollouts, x.advantages, np.arange(16)))
         records = built.loop.update.guide(batch, x).records.values()
