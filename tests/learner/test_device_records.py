@@ -1,4 +1,4 @@
-"""Records that stay packed on the learner's device (as on a GPU) against those that the host unpacks."""
+"""What the learner does on a GPU, by the same operators on a CPU: records stay packed, sites round by kernels."""
 
 from functools import partial
 
@@ -7,8 +7,11 @@ import pytest
 import torch
 from loop_fixtures import build, gradients, opened
 
-from tracekit.learner import update
+from tracekit import numerics
+from tracekit.kernels import fake_quantize
+from tracekit.learner import guide, update
 from tracekit.learner.guide import DeviceSiteRecord, SiteRecord
+from tracekit.learner.guided import round_weights
 from tracekit.learner.records import load_records
 
 WIDE = ("--model.dim", "256", "--model.head-dim", "128", "--log.by-layer")
@@ -30,6 +33,8 @@ def test_both_ways_train_alike(tmp_path, monkeypatch, encoding, flags):
     found = []
     for on_device in (False, True):
         monkeypatch.setattr(update, "load_records", partial(load_records, on_device=on_device))
+        if on_device:
+            monkeypatch.setattr(guide, "own_rounding", lambda x, profile, g: fake_quantize(x, profile, global_scale=g))
         x = opened(built)
         batch = next(built.loop.update.batches(x.rollouts, x.advantages, np.arange(16)))
         records = built.loop.update.guide(batch, x).records.values()
@@ -40,6 +45,18 @@ def test_both_ways_train_alike(tmp_path, monkeypatch, encoding, flags):
     assert np.array_equal(logp, other)
     assert all(torch.equal(grads[n], others[n]) for n in grads) and any(g.abs().sum() > 0 for g in grads.values())
     assert metrics == again and "guidance/flip_rate" in metrics
+
+
+@pytest.mark.parametrize("profile", ["nvfp4-exact", "mxfp4-rceil"])
+@pytest.mark.parametrize("width", [64, 40])
+def test_weights_of_one_pass(profile, width):
+    """Codes, scales and values of a kernel's single pass are those of quantise and then dequantise."""
+    w = torch.randn(3, 5, width)
+    scale = numerics.expert_global_scale(w, profile=profile, power_of_two=True)
+    (a, values), (b, again) = (round_weights(w, profile, scale, with_values=True, kernel=k) for k in (False, True))
+    assert torch.equal(a.codes, b.codes) and torch.equal(a.scales, b.scales) and torch.equal(values, again)
+    assert torch.equal(a.packed, b.packed) and torch.equal(b.dequantize(), values)
+    assert round_weights(w, profile, scale, with_values=False, kernel=True)[1] is None
 
 
 def test_codes_stay_packed(tmp_path):

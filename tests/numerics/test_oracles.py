@@ -1,8 +1,9 @@
 """Every profile against the libraries themselves, live, over millions of values; those of CI are committed outputs.
 
 Run with `-m oracles -s` in an environment that has flashinfer-python 0.7.4, nvidia-modelopt 0.47.0, compressed-tensors
-0.20.1, fouroversix 1.0.5 and torchao 0.18.0 (each `--no-deps`; what is absent or of another version is skipped). The
-results are in docs/numerics.md. A difference is named here with its condition, or it is a failure.
+0.20.1, fouroversix 1.0.5, torchao 0.18.0, transformer_engine 2.20.2 and sglang 0.5.23 (each `--no-deps`; what is absent
+or of another version is skipped). The results are in docs/numerics.md. A difference is named here with its condition,
+or it is a failure.
 """
 
 import importlib.metadata
@@ -137,6 +138,49 @@ def test_torchao(family):
         name = f"mxfp4-{mode.lower()}"
         compare(f"torchao {name}", family, quantize(x, name), *peers().torchao_mx(x, mode))
     compare("torchao mxfp8", family, quantize(x, "mxfp8"), *peers().torchao_mxfp8(x))
+
+
+def installed(package):
+    """The folder that holds an installed package, of which one file is executed alone."""
+    return Path(importlib.util.find_spec(package).submodule_search_locations[0]).parent
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformer_engine(family):
+    """Its Python reference. Named: an exact -0 has code 0, and so has a negative whose quotient underflows to it."""
+    need("transformer_engine", "2.20.2")
+    x = corpus()[family].float()
+    run = transformer_engine()
+    amax, row = x.abs().max(), x.abs().amax(-1, keepdim=True)
+    cases = [("nvfp4-exact", torch.div(torch.tensor(2688.0), amax), amax, {})]
+    per_row = torch.where(row > 0, torch.div(torch.tensor(2688.0), row), 1.0)
+    cases.append(("nvfp4-exact", per_row, row, dict(row_scaled_nvfp4=True)))
+    for bound, mode in ((448, "MSE"), (448, "MAE"), (256, "MSE"), (256, "MAE")):
+        name = "nvfp4-4over6" + ("-mae" if mode == "MAE" else "") + ("-256" if bound == 256 else "")
+        four = dict(nvfp4_use_4over6=True, nvfp4_e4m3_max=bound, nvfp4_4over6_err_mode=mode)
+        scale = torch.div(torch.tensor(6.0 * bound), amax)
+        cases.append((name, scale, amax, four | dict(nvfp4_4over6_err_use_fast_math=True)))
+    for name, g, of, options in cases:
+        q = quantize(x, name, global_scale=g)
+        blocks = x.view(len(x), -1, 16)
+        z = q.profile.normalise(blocks, q.scales, q.profile.scale_value(q.scales), g)
+        q.codes = torch.where(z.view(x.shape) == 0, 0, q.codes)
+        kind = ", a scale a token" if "row_scaled_nvfp4" in options else ""
+        compare(f"transformer_engine {name}{kind}", family, q, *run(x, of, **options))
+
+
+@cache
+def transformer_engine():
+    return peers().transformer_engine(installed("transformer_engine"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sglang(family):
+    """Its FP4 pool quantiser."""
+    need("sglang", "0.5.23")
+    x = corpus()[family]
+    codes, scales = peers().sglang_kv(installed("sglang"))(x)
+    compare("sglang kv-mx16", family, quantize(x, "kv-mx16"), codes, scales)
 
 
 NEAR_TIES = {

@@ -5,6 +5,7 @@ from tracekit.kernels.aligned_linear import aligned_linear
 from tracekit.kernels.decode_record import DeviceRecord, decode_on_device, guided_from_record
 from tracekit.kernels.eight_bit import guided_qdq_e4m3, quantize_eight_bit
 from tracekit.kernels.expert_weights import PublishedWeights, fake_quantize_experts
+from tracekit.kernels.fake_quantize import fake_quantize
 from tracekit.kernels.fp4_decode_attention import fp4_decode_attention
 from tracekit.kernels.guided_qdq import guided_qdq
 from tracekit.kernels.kv_write import write_kv
@@ -17,6 +18,7 @@ __all__ = [
     "aligned_grouped",
     "aligned_linear",
     "decode_on_device",
+    "fake_quantize",
     "fake_quantize_experts",
     "fp4_decode_attention",
     "guided_from_record",

@@ -163,6 +163,15 @@ def current() -> Guide | None:
     return getattr(_active, "guide", None)
 
 
+def own_rounding(x: torch.Tensor, profile: str, scale: torch.Tensor | None) -> torch.Tensor:
+    """`x` [T, planes, K] rounded to nearest under its own block scales, straight through; by a kernel on a GPU."""
+    if x.device.type == "cuda" and numerics.profile_info(profile).bits == 4:
+        from tracekit.kernels import fake_quantize
+
+        return fake_quantize(x, profile, global_scale=scale)
+    return numerics.fake_quantize(x, profile, global_scale=scale)
+
+
 def quantize_site(site: str, x: torch.Tensor) -> torch.Tensor:
     """Round `x` [T, ..., K] as the sampler rounds at `site`; gradient straight through.
 
@@ -183,16 +192,14 @@ def quantize_site(site: str, x: torch.Tensor) -> torch.Tensor:
     planes = x if x.ndim == 3 else x.unsqueeze(1)
     record = guide.records.get(site)
     if record is None:
-        return numerics.fake_quantize(planes, profile, global_scale=guide.global_scale(site, planes, profile)).view_as(
-            x
-        )
+        return own_rounding(planes, profile, guide.global_scale(site, planes, profile)).view_as(x)
     if guide.audit is not None:
         guide.audit.take(site, planes)
     if not isinstance(record, SiteRecord):
         record = record.decode(planes, guide.decoded)
     out = record.round(planes, profile, guide.rounding)
     if guide.flips is not None:
-        own = numerics.fake_quantize(planes, profile, global_scale=guide.global_scale(site, planes, profile))
+        own = own_rounding(planes, profile, guide.global_scale(site, planes, profile))
         recorded = (record.scales != 0).flatten(1).any(1)  # padding has no scale
         guide.flips[site] = (own.detach() != out.detach())[recorded].float().mean()
     if guide.gaps is not None:

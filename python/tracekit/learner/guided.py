@@ -106,11 +106,11 @@ class GuidedGroupedExperts(GroupedExperts):
         shared = numerics.expert_global_scale(local["w1_EFD"], local["w3_EFD"], **rule)
         down = numerics.expert_global_scale(local["w2_EDF"], **rule)
         scales = {"w1_EFD": shared, "w3_EFD": shared, "w2_EDF": down}
-        self.packed = {name: numerics.quantize(w, profile, global_scale=scales[name]) for name, w in local.items()}
-        if self._codes:
-            self._rounded = {}
-            return
-        self._rounded = {name: self.packed[name].dequantize(w.dtype) for name, w in local.items()}
+        self.packed, self._rounded = {}, {}
+        for name, w in local.items():
+            self.packed[name], values = round_weights(w, profile, scales[name], with_values=not self._codes)
+            if values is not None:
+                self._rounded[name] = values
 
     def _products(self, x: torch.Tensor, ends: torch.Tensor, *names: str) -> list[torch.Tensor]:
         """`x` [R, in], sorted by expert, times each named weight: [R, out] each."""
@@ -195,6 +195,22 @@ class GuidedConverter(QuantizationConverter):
         if empty:
             raise ValueError(f"the model has no {', '.join(empty)} that tracekit can guide")
         return model_config
+
+
+def round_weights(
+    w: torch.Tensor, profile: str, scale: torch.Tensor | None, *, with_values: bool, kernel: bool | None = None
+) -> tuple[numerics.Quantized, torch.Tensor | None]:
+    """Codes to publish of `w` [E, out, in] and the values they stand for, in w's dtype; both from one pass of a kernel
+    where `kernel` (default: four-bit profiles on a GPU)."""
+    info = numerics.profile_info(profile)
+    if not (w.device.type == "cuda" and info.bits == 4 if kernel is None else kernel):
+        q = numerics.quantize(w, info, global_scale=scale)
+        return q, q.dequantize(w.dtype) if with_values else None
+    from tracekit.kernels import quantize_pack
+
+    packed, scales, _, values = quantize_pack(w, info, global_scale=scale, with_values=with_values)
+    codes = numerics.unpack_codes(packed, w.shape[-1])
+    return numerics.Quantized(codes, scales, scale if info.has_global else None, info, w.dtype), values
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
