@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tracekit.errors import EngineError
-from tracekit.rollout.sglang.plugin import refuse_cut_blocks, refuse_unsupported
+from tracekit.rollout.sglang.refusals import refuse_cut_blocks, refuse_unsupported
 from tracekit.rollout.sglang.settings import Settings
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tracekit.errors import EngineError
 from tracekit.kernels import quantize_pack_into
+from tracekit.kernels.low_bits import pack_low_bits
 from tracekit.numerics import profile_info
 from tracekit.rollout.sglang.settings import Settings
 
@@ -68,9 +69,28 @@ class Rounder:
             bits=bits,
             values=values,
         )
-        if site == self._last:
-            torch.cat([b[: len(x)].flatten(1) for b in self.buffers.values()], 1, out=self.rows[: len(x)])
+        self._complete(site, len(x))
         return values
+
+    def keep(self, site: str, x: Tensor, packed: Tensor, scales: Tensor) -> None:
+        """Record what the engine rounded itself, if `site` is recorded: `x` [T, K], codes u8 [T, K/2], element 2j in
+        the low nibble, scale bytes u8 [T, K/block]."""
+        spec, count = self.recorded.get(site), len(packed)
+        if spec is None:
+            return
+        if count > self.tokens:
+            raise EngineError(f"tracekit: a forward of {count} tokens, buffers are for {self.tokens}")
+        self.buffers[f"{site}/scales"][:count] = scales
+        if spec.bits:
+            codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+            self.buffers[f"{site}/codes"][:count] = pack_low_bits(codes, spec.bits)
+        if self.settings.keep_activations:
+            self._kept[site] = x.detach().clone()
+        self._complete(site, count)
+
+    def _complete(self, site: str, count: int) -> None:
+        if site == self._last:
+            torch.cat([b[:count].flatten(1) for b in self.buffers.values()], 1, out=self.rows[:count])
 
     def take(self, count: int) -> Tensor:
         """The last forward's first `count` rows as one tensor u8 [count, R], which `columns` takes apart. It is a copy:

@@ -7,6 +7,7 @@ checks that the others are in place and stops the engine otherwise.
 | hook | why |
 |---|---|
 | `FusedMoE.run_moe_core`, around | the experts' input is rounded and recorded, the router's is not |
+| `quantize_hidden_states_fp4`, after (`native`) | experts that round their own input: their codes are recorded |
 | `SiluAndMul.forward_native` or the runners' `silu_and_mul`, after | the second GEMM's input is rounded |
 | `RadixAttention.forward`, before | K and V are rounded before attention and cache see them |
 | `ModelRunner.init_routed_experts_capturer`, after | buffers exist before any CUDA graph is captured |
@@ -24,9 +25,11 @@ import numpy as np
 import torch
 
 from tracekit.errors import EngineError
-from tracekit.numerics import profile_info
+from tracekit.rollout.sglang import native
 from tracekit.rollout.sglang.capture import Rounder
 from tracekit.rollout.sglang.handover import Finished, Handover, seal_at_end
+from tracekit.rollout.sglang.native import NativeCodes
+from tracekit.rollout.sglang.refusals import refuse_cut_blocks, refuse_unsupported
 from tracekit.rollout.sglang.settings import Settings
 from tracekit.rollout.sglang.stopwatch import Stopwatch
 from tracekit.rollout.sglang.store import Found, SlotStore
@@ -46,6 +49,7 @@ class Plugin:
         self.handover: Handover | None = None
         self.targets: list[str] = []
         self.version = 0
+        self.native: NativeCodes | None = None
         self._inside: int | None = None
         """Layer whose experts run now."""
         self._kept: WeakKeyDictionary[object, Found] = WeakKeyDictionary()
@@ -70,10 +74,22 @@ class Plugin:
         if hasattr(runner, "kv_index_translator"):
             slots = max(slots, runner.kv_index_translator.capture_token_capacity(runner.max_token_pool_size))
         self.rounder = Rounder(self.settings, tokens, torch.device(runner.device))
+        if self.settings.experts is not None:
+            self._see_native(runner.model_config.quantization, getattr(args, "moe_runner_backend", None))
         if self.settings.sites:
             self.store = SlotStore(slots, sum(column.bytes for column in self.rounder.columns.values()))
             self.handover = Handover(self.settings, self.rounder.columns)
             seal_at_end(self.handover)
+
+    def _see_native(self, quantization: str | None, backend: str | None) -> None:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        if native.rounds_itself(quantization, backend):
+            self.native = NativeCodes(self.settings, self.rounder)
+            HookRegistry.register(native.TARGET, self.native.after, HookType.AFTER)
+            HookRegistry.apply_hooks()
+            if native.TARGET not in HookRegistry._patched:
+                raise EngineError(f"tracekit: this SGLang has no {native.TARGET}; see docs/sglang.md for the versions")
 
     def updated(self, weight_version: str | None) -> None:
         """Weights have come, from tensors, a disk or another process; parts of an update carry no version."""
@@ -87,6 +103,8 @@ class Plugin:
         profile = self.settings.experts
         if profile is None or self.rounder is None:
             return run(layer, dispatch_output)
+        if self.native is not None:
+            return self.native.around(run, layer, dispatch_output)
         x = self.rounder.round(f"layers.{layer.layer_id}.moe_input", dispatch_output.hidden_states, profile)
         self._inside = layer.layer_id
         try:
@@ -179,50 +197,6 @@ class Ride:
         if self.inner is not None:
             self.inner.finalize()
         self.plugin.arrived(self.slots, self.rows, self.version)
-
-
-def refuse_unsupported(args: object) -> None:
-    """Raise EngineError for ways to run SGLang under which a slot's rows would not be its own."""
-    refused = {
-        "enable_hierarchical_cache": "prefixes that HiCache loads back get slots without rows",
-        "enable_lmcache": "prefixes that LMCache loads back get slots without rows",
-        "speculative_algorithm": "drafts move cache entries without their rows",
-        "enable_two_batch_overlap": "two batches would share the buffers",
-    }
-    for name, why in refused.items():
-        if getattr(args, name, None):
-            raise EngineError(f"tracekit does not support {name}: {why}")
-    if getattr(args, "disaggregation_mode", "null") not in ("null", None):
-        raise EngineError("tracekit does not support disaggregation_mode: transfers have no rows")
-    backend = getattr(args, "moe_a2a_backend", "none") or "none"
-    if backend != "none":
-        raise EngineError(f"tracekit does not support moe_a2a_backend {backend}: rows arrive in another order")
-    alone = {
-        "pp_size": "other ranks' layers would be recorded as zeros",
-        "dp_size": "ranks share buffers",
-    }
-    for name, why in alone.items():
-        if getattr(args, name, 1) > 1:
-            raise EngineError(f"tracekit does not support {name} above 1: {why}; start one engine a GPU")
-    cache = getattr(args, "kv_cache_dtype", "auto")
-    if cache not in ("auto", "bf16", "bfloat16"):
-        raise EngineError(f"tracekit does not support kv_cache_dtype {cache}: it rounds again what the plugin rounded")
-    if not getattr(args, "enable_return_routed_experts", False):
-        raise EngineError("tracekit needs --enable-return-routed-experts: rows travel with the routed experts")
-
-
-def refuse_cut_blocks(settings: Settings, model: object, args: object) -> None:
-    """Raise EngineError where tensor parallelism would cut the blocks that the learner rounds the experts' hidden
-    values in."""
-    if settings.experts is None:
-        return
-    width, block = model.moe_intermediate_size, profile_info(settings.experts).block
-    ranks = args.tp_size // (getattr(args, "ep_size", 1) or 1)
-    if width % (ranks * block):
-        raise EngineError(
-            f"tracekit: {ranks} ranks cut the experts' {width} hidden values between blocks of {block}; "
-            f"choose tp_size so that {block} divides each rank's share, or ep_size = tp_size"
-        )
 
 
 def _rank(runner: object) -> tuple[int, int]:
