@@ -21,7 +21,7 @@ RUNS = {
     "grpo": ["--algo.mini-steps", "2", "--algo.kl-coef", "0.1", "--algo.overlong-buffer", "2"],
     "dapo": ["--algo.name", "dapo", "--algo.dynamic-sampling", "--algo.max-sampling-rounds", "20"],
     "ppo": ["--algo.name", "ppo", "--algo.correction", "acrl"],
-    "tbpo": ["--algo.name", "tbpo", "--algo.correction", "none"],
+    "tbpo": ["--algo.name", "tbpo", "--algo.correction", "none", "--guidance.byte-budget", "100000000"],
     "rm15": ["--model.dim", "256", "--model.head-dim", "128", "--guidance.encoding", "rm15", "--warmstart.steps", "0"],
 }
 NOT_METRICS = {"step", "time", "event"}
