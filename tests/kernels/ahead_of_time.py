@@ -39,12 +39,14 @@ def shared(profile: str, rows: int) -> dict:
 
 
 def sources(name: str):
-    """(kernel, constexprs, types) of `quantize:PROFILE:BITS`, `guided:PROFILE:BITS`, `kv:PROFILE:LAYOUT` (each also as
-    `partial-...`: rows with a short last block), `eight:KIND:BITS` or `attention:DECODE:TILE`."""
+    """(kernel, constexprs, types) of `quantize:PROFILE:BITS`, `guided:PROFILE:BITS` (`floor-guided:...` in codes),
+    `kv:PROFILE:LAYOUT` (each also as `partial-...`: rows with a short last block), `eight:KIND:BITS` or
+    `attention:DECODE:TILE`."""
     if name.startswith("partial-"):
         kernel, options, types = sources(name.removeprefix("partial-"))
         return kernel, options | dict(PARTIAL=True, PAIRS=False), types | dict(packed_ptr="*u8", low_ptr="*u8")
-    kind, profile, n = name.split(":")
+    floor = name.startswith("floor-")
+    kind, profile, n = name.removeprefix("floor-").split(":")
     if kind == "attention":
         options = dict(HEADS=4, GROUP=8, ROWS=8, D=128, PAGE=64, TILE=int(n), DECODE=profile)
         return lanes_split_kernel, options, TYPES | dict(out_ptr="*fp32")
@@ -56,7 +58,7 @@ def sources(name: str):
         return sys.modules["tracekit.kernels.eight_bit"]._eight_bit_kernel, options, types
     p, n = profile_info(profile), int(n)
     if kind == "guided":
-        options = dict(BITS=n, OPEN=False, MISSING=p.missing_scale, **shared(profile, 32))
+        options = dict(BITS=n, OPEN=False, FLOOR=floor, MISSING=p.missing_scale, **shared(profile, 32))
         kernel = sys.modules["tracekit.kernels.guided_qdq"]._guided_qdq_kernel
         return kernel, options, TYPES | {"low_ptr": "*u8"}
     if kind == "kv":

@@ -51,6 +51,20 @@ def test_code_for_short_last_blocks():
 
 
 @pytest.mark.long
+def test_guided_rounding_in_codes_takes_fewer_instructions():
+    """`guided_floor` against the default rule, by bits; and it neither spills nor waits."""
+    pytest.importorskip("triton")
+    names = [f"{rule}guided:nvfp4-exact:{bits}" for bits in (2, 3, 4) for rule in ("", "floor-")]
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, str(PROGRAM), *names], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert all(r["spills"] == r["fp64"] == r["threads_wait"] == 0 for r in rows), rows
+    for values, codes in zip(rows[::2], rows[1::2], strict=True):
+        assert codes["instructions"] < 0.9 * values["instructions"], (values, codes)
+
+
+@pytest.mark.long
 def test_eight_bit_code_for_hopper():
     """The same of the kernels over rows, which reduce across warps and so do wait."""
     pytest.importorskip("triton")

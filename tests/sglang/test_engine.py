@@ -63,28 +63,32 @@ def test_four_at_once_equal_each_alone_but_for_rounding(ask, recomputed):
         assert codes > 0.98 and scales > 0.98, (i, codes, scales)
 
 
+async def send(engine, named, *, flush: bool, version: str | None = None):
+    """Publish `named` tensors, in a session where this SGLang has them (up to 0.5.17 it has not)."""
+    from sglang.srt.managers import io_struct
+
+    manager = engine._engine.tokenizer_manager
+    update = io_struct.UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=engine._engine._serialize_tensors_per_rank(named, None),
+        flush_cache=flush,
+        weight_version=version,
+    )
+    if engine._has_sessions():
+        await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None)
+    done = await manager.update_weights_from_tensor(update, None)
+    if engine._has_sessions():
+        await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None)
+    assert done[0], done[1]
+
+
 async def publish_noise(served, manager, mode):
     """Pause in `mode`, publish another head, go on."""
-    from sglang.srt.managers.io_struct import (
-        BeginWeightUpdateReqInput,
-        ContinueGenerationReqInput,
-        EndWeightUpdateReqInput,
-        PauseGenerationReqInput,
-        UpdateWeightsFromTensorReqInput,
-    )
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
     await asyncio.sleep(0.4)
     await manager.pause_generation(PauseGenerationReqInput(mode=mode))
     named = [("lm_head.weight", torch.randn(VOCABULARY, 64).bfloat16() * 0.1)]
-    await manager.begin_weight_update(BeginWeightUpdateReqInput(), None)
-    update = UpdateWeightsFromTensorReqInput(
-        serialized_named_tensors=served.engine._engine._serialize_tensors_per_rank(named, None),
-        flush_cache=False,
-        weight_version="in flight",
-    )
-    done = await manager.update_weights_from_tensor(update, None)
-    await manager.end_weight_update(EndWeightUpdateReqInput(), None)
-    assert done[0], done[1]
+    await send(served.engine, named, flush=False, version="in flight")
     await manager.continue_generation(ContinueGenerationReqInput())
 
 
@@ -96,10 +100,11 @@ def test_an_update_in_flight_marks_the_versions(served, ask, recomputed, mode):
     recomputed(result)
     for name, out in zip(result.names, result.outs, strict=True):
         spans = result.data[name].extra["versions"]
-        said = out["meta_info"]["weight_versions"]
         assert [v for _, v in spans] == [before[0][1], before[0][1] + 1]
-        # A row at position t computes the token at t + 1: the first row of the new version makes the first new token.
-        assert abs(spans[1][0] - (10 + said[1]["start"] - 1)) <= 1, (spans, said)
+        assert 10 <= spans[1][0] < 149
+        if (said := out["meta_info"].get("weight_versions")) is not None:  # 0.5.17 tells nothing of it
+            # A row at position t computes the token at t + 1: the first row of the new version makes the first new one.
+            assert abs(spans[1][0] - (10 + said[1]["start"] - 1)) <= 1, (spans, said)
     served.engine.load(served.learner.publish())
 
 
@@ -168,9 +173,11 @@ def test_a_published_version_is_served_and_the_old_prefixes_are_gone(served, ask
 
 def test_a_plain_update_publishes_the_same(served, ask, recomputed, monkeypatch):
     """As on releases without update sessions: one call. This one wants a session around it, so the test holds it."""
+    engine, learner = served.engine, served.learner
+    if not engine._has_sessions():
+        pytest.skip("this SGLang has no sessions: every other test publishes by plain updates")
     from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
-    engine, learner = served.engine, served.learner
     manager = engine._engine.tokenizer_manager
     with torch.no_grad():
         for p in learner.model.parameters():
@@ -204,17 +211,8 @@ def test_a_plain_update_publishes_the_same(served, ask, recomputed, monkeypatch)
 
 async def _spoil(engine, weights):
     """Other values for every tensor, so that one that is not published would show."""
-    from sglang.srt.managers import io_struct
-
-    manager = engine._engine.tokenizer_manager
     named = [(name, torch.randn_like(t.float()).bfloat16() * 0.1) for name, t in engine._tensors(weights).items()]
-    update = io_struct.UpdateWeightsFromTensorReqInput(
-        serialized_named_tensors=engine._engine._serialize_tensors_per_rank(named, None), flush_cache=True
-    )
-    await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None)
-    done = await manager.update_weights_from_tensor(update, None)
-    await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None)
-    assert done[0], done[1]
+    await send(engine, named, flush=True)
 
 
 def test_weights_that_are_no_numbers_are_refused(served):

@@ -29,6 +29,7 @@ from tracekit.rollout.sglang import native
 from tracekit.rollout.sglang.capture import Rounder
 from tracekit.rollout.sglang.handover import Finished, Handover, seal_at_end
 from tracekit.rollout.sglang.native import NativeCodes
+from tracekit.rollout.sglang.platform import use_plain_memory
 from tracekit.rollout.sglang.refusals import refuse_cut_blocks, refuse_unsupported
 from tracekit.rollout.sglang.settings import Settings
 from tracekit.rollout.sglang.stopwatch import Stopwatch
@@ -268,9 +269,4 @@ def register() -> None:
     hook("sglang.srt.managers.schedule_batch.release_req", lambda **named: plugin.pushed_out(**named), HookType.BEFORE)
     hook(f"{UPDATER}.{_after_weights()}", after_update, HookType.AFTER)
     if not torch.cuda.is_available():
-        from sglang.srt.mem_cache.pool_host import common
-
-        def plain(dims, dtype, device, pin_memory=False, allocator=None, **_):
-            return torch.zeros(dims, dtype=dtype)  # there is no pinned memory without CUDA
-
-        common.ALLOC_MEMORY_FUNCS["cpu"] = plain
+        use_plain_memory()
