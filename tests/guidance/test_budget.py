@@ -115,3 +115,13 @@ def test_what_is_kept_beyond_its_use_gives_way_oldest_first(tmp_path, store):
         budget.wait_room(3 * size, timeout=0)
     budget.expect(3 * size)
     assert budget.checkpointed(4, keep=2) == ["step4"] and not budget.wants_checkpoint
+
+
+def test_keep_beyond_what_is_due_deletes_nothing(tmp_path, store):
+    budget = GuidanceBudget(tmp_path)
+    for n in range(3):
+        step(budget, store, n)
+        budget.consumed(n, f"step{n}")
+    for keep in (5, 4, 3, -1):
+        assert budget.checkpointed(2, keep=keep) == []
+    assert budget.checkpointed(2, keep=2) == ["step0"]

@@ -1,6 +1,7 @@
 """`tracekit guidance`: look at, check and repair guidance on disk."""
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,35 @@ def _mib(n: int) -> str:
     return f"{n / 2**20:.2f} MiB" if n >= 2**20 else f"{n / 1024:.1f} KiB"
 
 
+def _holds_segments(folder: Path) -> bool:
+    """Whether a writer wrote to this folder, or to its sub-folders `00` to `ff` with `fan_out`."""
+    fan_out = "[0-9a-f]" * 2 + "/*.tkg*"
+    return any(folder.glob("*.tkg*")) or any(folder.glob(fan_out))
+
+
 def datasets(folder: str) -> list[str]:
     """`folder` if it holds segments itself or is a url, else its folders that do: a run has one a step."""
-    if "://" not in folder and not any(Path(folder).glob("*.tkg*")) and Path(folder).is_dir():
-        found = sorted(str(p) for p in Path(folder).iterdir() if p.is_dir() and any(p.glob("*.tkg*")))
+    if "://" not in folder and Path(folder).is_dir() and not _holds_segments(Path(folder)):
+        found = sorted(str(p) for p in Path(folder).iterdir() if p.is_dir() and _holds_segments(p))
         return found or [folder]
     return [folder]
 
 
 def each(command: Callable[[str, argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """A handler that runs `command` on each dataset of `args.dir` and returns the worst exit code."""
+    """A handler that runs `command` on each dataset of `args.dir` and returns the worst exit code. One of several that
+    cannot be read does not hide the others."""
 
     def run(args: argparse.Namespace) -> int:
-        return max(command(folder, args) for folder in datasets(args.dir))
+        folders, worst = datasets(args.dir), 0
+        for folder in folders:
+            try:
+                worst = max(worst, command(folder, args))
+            except DataError as error:
+                if len(folders) == 1:
+                    raise
+                print(f"tracekit: error: {error}", file=sys.stderr)
+                worst = max(worst, error.exit_code)
+        return worst
 
     return run
 

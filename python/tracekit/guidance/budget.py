@@ -69,7 +69,7 @@ class GuidanceBudget:
             self._safe = max(self._safe, step)
             self._changed.notify_all()
             due = self._due()
-            deleted = [] if keep < 0 else self._give_back(due[: len(due) - keep])
+            deleted = [] if keep < 0 else self._give_back(due[: max(len(due) - keep, 0)])
             return deleted + self._make_room(self._expected)
 
     def expect(self, n_bytes: int) -> None:

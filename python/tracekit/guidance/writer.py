@@ -1,5 +1,6 @@
 """Writing guidance."""
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 
 from tracekit import _core
 from tracekit.errors import DataError
-from tracekit.guidance.batch import Batch, Prefix, flatten
+from tracekit.guidance.batch import Batch, Prefix, flatten, whole_numbers
 from tracekit.guidance.schema import ENCODINGS, GuidanceSchema, SiteSpec
 
 AUDIT_EVERY = 1024
@@ -45,21 +46,52 @@ class Commit:
 _CPU, _PINNED = 1, 3  # DLPack's device types
 
 
-def _array(x: Any, dtype: type) -> np.ndarray:
-    """x as a contiguous array: the same memory if x is an array, a CPU tensor, or has a buffer or DLPack."""
+def _host(x: Any) -> np.ndarray:
+    """x as an array: the same memory if x is an array, a CPU tensor, or has a buffer or DLPack; float8 as its bytes."""
     if not isinstance(x, np.ndarray) and hasattr(x, "__dlpack_device__"):
         if x.__dlpack_device__()[0] not in (_CPU, _PINNED):
             raise ValueError("rows are not in host memory: append them with tracekit.guidance.DeviceWriter")
-        x = np.from_dlpack(x)
-    return np.ascontiguousarray(x, dtype=dtype)
+        if hasattr(x, "detach"):  # a torch tensor
+            x = x.detach()
+            x = x.view(sys.modules["torch"].uint8) if "float8" in str(x.dtype) else x
+        try:
+            x = np.from_dlpack(x)
+        except (RuntimeError, BufferError) as e:
+            raise ValueError(f"rows cannot be read ({e}): pass uint8") from e
+    x = np.asarray(x)
+    return x.view(np.uint8) if "float8" in x.dtype.name else x
 
 
-def _u8(x: Any) -> np.ndarray:
-    return _array(x, np.uint8)
+def _u8(x: Any, what: str = "rows") -> np.ndarray:
+    """x as contiguous bytes. Numbers that are no bytes are refused, never cut: a scale is the byte of its code."""
+    x = _host(x)
+    if x.dtype != np.uint8 and x.size:
+        if x.dtype.kind not in "biu":
+            raise ValueError(f"{what} has elements of {x.dtype}: pass uint8, of scales the bytes of their codes")
+        if x.min() < 0 or x.max() > 255:
+            raise ValueError(f"{what} has values from {x.min()} to {x.max()}: pass uint8, 0 to 255")
+    return np.ascontiguousarray(x, dtype=np.uint8)
 
 
 def _f32(x: Any) -> np.ndarray | None:
-    return None if x is None else _array(x, np.float32)
+    return None if x is None else np.ascontiguousarray(_host(x), dtype=np.float32)
+
+
+def _rows(where: str, site: SiteSpec, codes: Any, scales: Any, packed: bool) -> tuple[np.ndarray | None, np.ndarray]:
+    """Codes and scales as bytes, token by token: other axes than `[T, K]` or `[T, planes, K]` are refused."""
+    scales = _u8(scales, f"{where}scales")
+    codes = None if codes is None else _u8(codes, f"{where}codes")
+    for what, rows, k in (
+        ("scales", scales, site.scale_row),
+        ("codes", codes, site.code_row if packed else site.width),
+    ):
+        if rows is None or rows.ndim < 2 or rows.size != len(scales) * site.planes * k:
+            continue  # the core says how many bytes are needed
+        if rows.shape not in ((len(scales), site.planes * k), (len(scales), site.planes, k)):
+            raise ValueError(
+                f"{where}{what} has shape {list(rows.shape)}, {len(scales)} tokens of {site.planes} x {k} are needed"
+            )
+    return codes, scales
 
 
 class GuidanceWriter:
@@ -129,7 +161,7 @@ class GuidanceWriter:
         `prefix=(id, len)` its rows start at token `len`, and the earlier ones are read from that trajectory. `part`
         is this rank's number and the number of ranks that each write some sites of it.
         """
-        ids = np.ascontiguousarray(token_ids, dtype=np.int64)
+        ids = whole_numbers(token_ids)
         return TrajectoryWriter(self, traj_id, self._core.begin(traj_id, ids, policy_version, prefix, part))
 
     def append_batch(
@@ -182,7 +214,8 @@ class GuidanceWriter:
         for s in self.schema.sites:
             codes, scales, token_scale = sites[s.name]
             whole = every and s.bits == 0  # codes that only audit records keep
-            rows.append((None if codes is None or whole else _u8(codes), packed, _u8(scales), _f32(token_scale)))
+            codes, scales = _rows(f"site '{s.name}': ", s, None if whole else codes, scales, packed)
+            rows.append((codes, packed, scales, _f32(token_scale)))
         self._core.append_batch(list(ids), flat, offsets, policies, prefixes, counts, rows, status)
 
     def _append_each(self, batch: Batch, status: str, every: int) -> None:
@@ -222,7 +255,7 @@ class GuidanceWriter:
         if not items:
             return
         ready = [
-            (i, _array(ids, np.int64), policy, _u8(rows), b"" if extra is None else msgpack.packb(extra))
+            (i, whole_numbers(ids), policy, _u8(rows), b"" if extra is None else msgpack.packb(extra))
             for i, ids, policy, rows, extra in items
         ]
         places = [columns[s.name] for s in self.schema.sites]
@@ -288,12 +321,15 @@ class TrajectoryWriter:
         token.
         """
         number = self.writer._number(site)
-        scales, token_scale = _u8(scales), _f32(token_scale)
-        codes = None if codes is None else _u8(codes)
+        spec, token_scale = self.writer.schema.sites[number], _f32(token_scale)
+        where = f"trajectory '{self.traj_id}', site '{site}': "
+        if not 0 <= tok0 < 1 << 32:
+            raise ValueError(f"{where}rows start at token {tok0}: use 0 to 2^32 - 1")
+        codes, scales = _rows(where, spec, codes, scales, packed)
         every = audit_every(audit)
         if every and (packed or codes is None):
             raise ValueError(f"trajectory '{self.traj_id}', site '{site}': an audit needs whole codes, not packed ones")
-        kept = None if every and self.writer.schema.sites[number].bits == 0 else codes
+        kept = None if every and spec.bits == 0 else codes
         self.writer._core.append(self._handle, number, tok0, len(scales), (kept, packed, scales, token_scale))
         tokens = _core.audit_tokens(self.traj_id, tok0, tok0 + len(scales), every) if every else []
         if tokens:
