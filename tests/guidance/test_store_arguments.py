@@ -1,5 +1,7 @@
 """What a caller gets wrong is refused, never written as something else; what holds a byte is taken for that byte."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -79,3 +81,33 @@ def test_numbers_out_of_range_are_named(tmp_path):
             r["t"].read(**wrong)
     with pytest.raises(ValueError, match="prefetch is -1"):
         next(microbatches(r, [Microbatch(["t"])], prefetch=-1))
+
+
+def test_a_folder_with_other_rows_of_a_site_says_so(tmp_path):
+    for width in (32, 64):
+        with GuidanceWriter(tmp_path, GuidanceSchema(sites=[SiteSpec(name="a", width=width)])) as w:
+            rows = (np.zeros((2, width), np.uint8), np.zeros((2, width // 16), np.uint8), None)
+            w.append_batch([f"t{width}"], [np.arange(3)], 0, [2], {"a": rows})
+    with pytest.raises(DataError, match="site 'a' has other rows in some segments"):
+        open_dataset(tmp_path)["t64"].read()
+
+
+def test_close_never_hides_a_failure(tmp_path):
+    w = GuidanceWriter(tmp_path / "x", SCHEMA)
+    (tmp_path / "x").rmdir()
+    with pytest.raises(DataError, match="cannot create"):
+        t = w.begin("t", token_ids=np.arange(6))
+        t.append("a", 0, CODES, SCALES)
+        t.commit().result()
+    for _ in range(3):
+        with pytest.raises(DataError, match="the guidance writer failed"):
+            w.close()
+
+
+def test_paths_may_be_bytes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with GuidanceWriter(b"run", SCHEMA) as w:
+        w.begin("t", token_ids=[1]).commit()
+    assert open_dataset(b"run").ids() == ["t"] and os.listdir() == ["run"]
+    with pytest.raises(TypeError):
+        GuidanceWriter(None, SCHEMA)

@@ -57,3 +57,17 @@ def test_what_is_no_segment_is_named_at_once(tmp_path, capsys, command):
 def test_a_url_is_not_taken_for_a_folder(capsys, command):
     assert main(["guidance", command, "s3://bucket/run"]) == 4
     assert "s3://bucket/run is a url" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
+@pytest.mark.parametrize("command", ["inspect", "verify", "recover", "stats"])
+def test_a_folder_that_may_not_be_read_is_an_error_of_ours(tmp_path, store, command):
+    store.dataset(tmp_path / "run", [3])
+    (tmp_path / "run").chmod(0o700)
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)
+    pid = os.fork()
+    if pid == 0:
+        os.setuid(65534)
+        os._exit(main(["guidance", command, str(tmp_path / "run")]))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4

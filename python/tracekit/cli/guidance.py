@@ -1,12 +1,13 @@
 """`tracekit guidance`: look at, check and repair guidance on disk."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tracekit.errors import DataError
+from tracekit.errors import ConfigError, DataError
 from tracekit.guidance.schema import ENCODINGS
 
 
@@ -22,10 +23,15 @@ def _holds_segments(folder: Path) -> bool:
 
 def datasets(folder: str) -> list[str]:
     """`folder` if it holds segments itself or is a url, else its folders that do: a run has one a step."""
-    if "://" not in folder and Path(folder).is_dir() and not _holds_segments(Path(folder)):
+    if "://" in folder:
+        return [folder]
+    try:
+        if not Path(folder).is_dir() or _holds_segments(Path(folder)):
+            return [folder]
         found = sorted(str(p) for p in Path(folder).iterdir() if p.is_dir() and _holds_segments(p))
-        return found or [folder]
-    return [folder]
+    except OSError:  # the command opens it, and says so better
+        found = []
+    return found or [folder]
 
 
 def each(command: Callable[[str, argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -177,7 +183,10 @@ def _publish(folder: str, args: argparse.Namespace) -> int:
         m = commit_manifest(folder)
         print(f"{folder}: manifest {m['number']} lists {len(m['segments'])} segments")
         return 0
-    done = publish(folder, args.url)
+    try:
+        done = publish(folder, args.url)
+    except ValueError as e:  # no url
+        raise ConfigError(str(e)) from e
     left = f"; {done['unsealed']} not sealed, left out" if done["unsealed"] else ""
     print(
         f"{args.url}: manifest {done['number']} lists {done['segments']} segments, {done['uploaded']} uploaded now "
@@ -192,7 +201,7 @@ inspect, verify, recover = each(_inspect), each(_verify), each(_recover)
 def stats(args: argparse.Namespace) -> int:
     """Of a run what its learner found; of a folder of guidance what its audit records tell."""
     run = Path(args.dir)
-    if args.activations is None and (run / "resolved.json").is_file():
+    if args.activations is None and os.path.isfile(run / "resolved.json"):
         from tracekit.guidance.stats import load_audits
 
         step, sites = load_audits(run / "logs" / "audits.json")

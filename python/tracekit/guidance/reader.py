@@ -28,7 +28,7 @@ class GuidanceReader:
     def __init__(
         self, dir: Any, *, mmap: bool = False, manifest: bool = False, gap: int = 1 << 20, retries: int = 6
     ) -> None:
-        self.dir = os.fspath(dir)
+        self.dir = os.fsdecode(dir)
         self.mmap = mmap
         self._how = {"mmap": mmap, "manifest": manifest, "gap": gap, "retries": retries}
         self._open()
@@ -315,7 +315,7 @@ def recover(dir: Any) -> list[dict[str, Any]]:
 
 
 def _folder(dir: Any, command: str) -> str:
-    place = os.fspath(dir)
+    place = os.fsdecode(dir)
     if "://" in place:
         raise DataError(f"{place} is a url: {command} the folder that it was published from")
     return place

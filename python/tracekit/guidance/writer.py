@@ -1,5 +1,6 @@
 """Writing guidance."""
 
+import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -134,7 +135,7 @@ class GuidanceWriter:
         self.schema = schema
         self._numbers = {s.name: i for i, s in enumerate(schema.sites)}
         data = schema.pack(encoding, chunk_tokens)
-        self._dir, self._io = str(dir), io
+        self._dir, self._io = os.fsdecode(dir), io
         self._core = _core.Writer(
             self._dir, data, sync, roll_bytes, queue_bytes, on_full, threads, manifest, fan_out, io
         )
