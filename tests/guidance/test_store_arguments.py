@@ -111,3 +111,13 @@ def test_paths_may_be_bytes(tmp_path, monkeypatch):
     assert open_dataset(b"run").ids() == ["t"] and os.listdir() == ["run"]
     with pytest.raises(TypeError):
         GuidanceWriter(None, SCHEMA)
+
+
+def test_a_schema_that_cannot_be_written_is_refused_at_once(tmp_path):
+    for schema, why in (
+        (GuidanceSchema(sites=SCHEMA.sites, user={"a": "x" * (1 << 20)}), "at most 1 MiB"),
+        (GuidanceSchema(sites=[SiteSpec(name="a", width=8, block=0)]), "'a': block is 0"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            GuidanceWriter(tmp_path / "run", schema)
+    assert not (tmp_path / "run").exists()
