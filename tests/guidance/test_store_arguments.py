@@ -17,7 +17,7 @@ SCALES = np.random.default_rng(1).integers(0, 127, (5, 2), dtype=np.uint8)
 @pytest.mark.parametrize(
     ("codes", "scales", "why"),
     [
-        (CODES, SCALES.astype(np.int64) + 300, r"'a': scales has values from \d+ to \d+: pass uint8"),
+        (CODES, SCALES.astype(np.int64) + 300, r"site 'a': scales has values from \d+ to \d+: pass uint8"),
         (CODES, SCALES.astype(np.int8) - np.int8(127), "scales has values from -"),
         (CODES, SCALES / 3, "scales has elements of float64"),
         (CODES * np.nan, SCALES, "codes has elements of float64"),

@@ -65,6 +65,8 @@ def _host(x: Any) -> np.ndarray:
 
 def _u8(x: Any, what: str = "rows") -> np.ndarray:
     """x as contiguous bytes. Numbers that are no bytes are refused, never cut: a scale is the byte of its code."""
+    if type(x) is np.ndarray and x.dtype == np.uint8:
+        return np.ascontiguousarray(x)
     x = _host(x)
     if x.dtype != np.uint8 and x.size:
         if x.dtype.kind not in "biu":
@@ -78,20 +80,18 @@ def _f32(x: Any) -> np.ndarray | None:
     return None if x is None else np.ascontiguousarray(_host(x), dtype=np.float32)
 
 
-def _rows(where: str, site: SiteSpec, codes: Any, scales: Any, packed: bool) -> tuple[np.ndarray | None, np.ndarray]:
+def _rows(site: SiteSpec, codes: Any, scales: Any, packed: bool) -> tuple[np.ndarray | None, np.ndarray]:
     """Codes and scales as bytes, token by token: other axes than `[T, K]` or `[T, planes, K]` are refused."""
-    scales = _u8(scales, f"{where}scales")
-    codes = None if codes is None else _u8(codes, f"{where}codes")
-    for what, rows, k in (
-        ("scales", scales, site.scale_row),
-        ("codes", codes, site.code_row if packed else site.width),
-    ):
-        if rows is None or rows.ndim < 2 or rows.size != len(scales) * site.planes * k:
-            continue  # the core says how many bytes are needed
-        if rows.shape not in ((len(scales), site.planes * k), (len(scales), site.planes, k)):
-            raise ValueError(
-                f"{where}{what} has shape {list(rows.shape)}, {len(scales)} tokens of {site.planes} x {k} are needed"
-            )
+    scales = _u8(scales, "scales")
+    codes = None if codes is None else _u8(codes, "codes")
+    n, planes = len(scales), site.planes
+    for what, rows in (("scales", scales), ("codes", codes)):
+        if rows is None or rows.ndim < 2:
+            continue
+        k = site.scale_row if rows is scales else site.code_row if packed else site.width
+        # Where the number of bytes is wrong, the core says how many are needed.
+        if rows.size == n * planes * k and rows.shape not in ((n, planes * k), (n, planes, k)):
+            raise ValueError(f"{what} has shape {list(rows.shape)}, {n} tokens of {planes} x {k} are needed")
     return codes, scales
 
 
@@ -215,7 +215,10 @@ class GuidanceWriter:
         for s in self.schema.sites:
             codes, scales, token_scale = sites[s.name]
             whole = every and s.bits == 0  # codes that only audit records keep
-            codes, scales = _rows(f"site '{s.name}': ", s, None if whole else codes, scales, packed)
+            try:
+                codes, scales = _rows(s, None if whole else codes, scales, packed)
+            except ValueError as e:
+                raise ValueError(f"site '{s.name}': {e}") from e
             rows.append((codes, packed, scales, _f32(token_scale)))
         self._core.append_batch(list(ids), flat, offsets, policies, prefixes, counts, rows, status)
 
@@ -323,10 +326,12 @@ class TrajectoryWriter:
         """
         number = self.writer._number(site)
         spec, token_scale = self.writer.schema.sites[number], _f32(token_scale)
-        where = f"trajectory '{self.traj_id}', site '{site}': "
-        if not 0 <= tok0 < 1 << 32:
-            raise ValueError(f"{where}rows start at token {tok0}: use 0 to 2^32 - 1")
-        codes, scales = _rows(where, spec, codes, scales, packed)
+        try:
+            if not 0 <= tok0 < 1 << 32:
+                raise ValueError(f"rows start at token {tok0}: use 0 to 2^32 - 1")
+            codes, scales = _rows(spec, codes, scales, packed)
+        except ValueError as e:
+            raise ValueError(f"trajectory '{self.traj_id}', site '{site}': {e}") from e
         every = audit_every(audit)
         if every and (packed or codes is None):
             raise ValueError(f"trajectory '{self.traj_id}', site '{site}': an audit needs whole codes, not packed ones")
