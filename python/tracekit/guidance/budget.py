@@ -120,10 +120,14 @@ class GuidanceBudget:
                 return False
             # Under another name first: nobody opens half a dataset, and a failure leaves the folder as it was.
             trash = self.root / f".deleted-{uuid.uuid4().hex[:8]}"
-            os.rename(self.root / folder, trash)
+            try:
+                os.rename(self.root / folder, trash)
+            except FileNotFoundError:  # somebody made room by hand
+                pass
             del self._references[folder]
             self._changed.notify_all()
-        shutil.rmtree(trash)
+        if trash.exists():
+            shutil.rmtree(trash)
         return True
 
     def wait_room(self, n_bytes: int, timeout: float | None = None) -> None:
