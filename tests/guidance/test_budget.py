@@ -1,6 +1,7 @@
 """The byte budget in a training loop: nothing that a resumed run would need is ever deleted."""
 
 import os
+import shutil
 import threading
 import time
 
@@ -115,3 +116,23 @@ def test_what_is_kept_beyond_its_use_gives_way_oldest_first(tmp_path, store):
         budget.wait_room(3 * size, timeout=0)
     budget.expect(3 * size)
     assert budget.checkpointed(4, keep=2) == ["step4"] and not budget.wants_checkpoint
+
+
+def test_keep_beyond_what_is_due_deletes_nothing(tmp_path, store):
+    budget = GuidanceBudget(tmp_path)
+    for n in range(3):
+        step(budget, store, n)
+        budget.consumed(n, f"step{n}")
+    for keep in (5, 4, 3, -1):
+        assert budget.checkpointed(2, keep=keep) == []
+    assert budget.checkpointed(2, keep=2) == ["step0"]
+
+
+def test_a_folder_that_somebody_deleted_is_given_back_all_the_same(tmp_path, store):
+    budget = GuidanceBudget(tmp_path)
+    for n in range(2):
+        step(budget, store, n)
+        budget.consumed(n, f"step{n}")
+    shutil.rmtree(tmp_path / "step0")
+    assert budget.checkpointed(1) == ["step0", "step1"] and os.listdir(tmp_path) == []
+    budget.retain("step0")

@@ -79,7 +79,11 @@ def test_writers_that_roll_at_once_lose_no_segment(tmp_path, store):
     final = commit_manifest(tmp_path)
     assert len(final["segments"]) == len(list(tmp_path.glob("*.tkg"))) > 6
     assert len(open_dataset(tmp_path, manifest=True)) == 36
-    assert len(list(tmp_path.glob("manifest-*"))) <= 16 < final["number"]
+    while final["number"] <= 16:  # one manifest may have listed the segments of several
+        with GuidanceWriter(tmp_path, schema, manifest=True) as w:
+            w.append_batch([f"more{final['number']}"], [np.arange(41)], 0, [40], rows)
+        final = commit_manifest(tmp_path)
+    assert len(list(tmp_path.glob("manifest-*"))) <= 16
 
 
 def test_a_damaged_manifest_is_said_and_the_one_before_is_read(tmp_path, store):

@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 
+from tracekit.cli import main
 from tracekit.errors import DataError
 from tracekit.guidance import GuidanceWriter, commit_manifest, open_dataset, publish
 
@@ -26,8 +27,8 @@ class Proxy(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         server.log.append((self.command, self.path, self.headers.get("Range")))
         fault = server.fault and server.fault(self)
-        if fault == "503":
-            self.send_response(503)
+        if fault in ("403", "503"):
+            self.send_response(int(fault))
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
@@ -329,3 +330,33 @@ def test_file_urls(tmp_path, store):
     with pytest.raises(DataError, match="holds no sealed segment"):
         (tmp_path / "empty").mkdir()
         publish(tmp_path / "empty", url)
+
+
+def test_a_deleted_segment_is_published_again(tmp_path, store, s3):
+    data = store.dataset(tmp_path, [30])
+    publish(tmp_path, s3.url)
+    (key,) = [k for k in keys(s3) if k.endswith(".tkg")]
+    s3.client.delete_object(Bucket=s3.bucket, Key=key)
+    with pytest.raises(DataError, match="publish the folder that it comes from again"):
+        open_dataset(s3.url)
+    done = publish(tmp_path, s3.url)
+    assert (done["number"], done["segments"], done["uploaded"]) == (1, 1, 1)
+    store.check(open_dataset(s3.url).read_batch(data.ids), data.rows, slice(None))
+    assert publish(tmp_path, s3.url)["uploaded"] == 0
+
+
+def test_what_is_wrong_with_bucket_credentials_or_endpoint_is_said(tmp_path, store, s3, monkeypatch, capsys):
+    store.dataset(tmp_path, [3])
+    with pytest.raises(DataError, match="404.*; check the bucket's name"):
+        open_dataset("s3://no-such-bucket/run")
+    with pytest.raises(DataError, match="404.*; check the bucket's name"):
+        publish(tmp_path, "s3://no-such-bucket/run")
+    s3.fault = lambda r: "403"
+    for act in (lambda: open_dataset(s3.url), lambda: publish(tmp_path, s3.url)):
+        with pytest.raises(DataError, match="the store refuses to list s3://.*403.*; check the credentials"):
+            act()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "garbage")
+    with pytest.raises(DataError, match="AWS_ENDPOINT_URL is 'garbage': use http://host:port"):
+        open_dataset(s3.url)
+    assert main(["guidance", "publish", str(tmp_path), "ftp://bucket/run"]) == 2
+    assert "'ftp://bucket/run' is no object store: use s3://" in capsys.readouterr().err

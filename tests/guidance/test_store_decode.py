@@ -8,7 +8,7 @@ import tracekit.guidance as tg
 from tracekit.errors import DataError
 from tracekit.guidance.check import check16
 from tracekit.guidance.crc import crc32c
-from tracekit.numerics import global_scale_for, guided_round, quantize, quantize_dequantize
+from tracekit.numerics import PROFILES, global_scale_for, guided_round, profile_info, quantize, quantize_dequantize
 
 
 def activations(tokens, width, seed=0):
@@ -103,3 +103,28 @@ def test_shapes_with_heads_and_errors(tmp_path):
     assert ok.shape == (50, 2) and ok.all() and torch.equal(codes, q.codes & 1) and torch.equal(scales, q.scales)
     with pytest.raises(DataError, match="its record has rows"):
         tg.decode(x[:, :1], batch)
+
+
+CHAINS = [n for n, p in PROFILES.items() if ("fp4" in n or n == "kv-mx16") and "4over6" not in n]
+
+
+@pytest.mark.parametrize("width", [48, 80, 100, 1024])
+@pytest.mark.parametrize("profile", CHAINS)
+def test_every_profile_and_width_decodes_with_every_encoding(tmp_path, profile, width):
+    """With the sampler's own activations nothing may be lost, blocks of zeros included."""
+    info = profile_info(profile)
+    x = activations(40, width)
+    x[::4, :32] = 0
+    g = global_scale_for(x.abs().amax(), profile=profile)
+    q = quantize(x, profile, global_scale=g)
+    for encoding in ("lossless", "compact", "low2", "rm15"):
+        site = tg.SiteSpec(
+            name="x", width=width, profile=profile, block=info.block, global_scale=float(g), encoding=encoding
+        )
+        with tg.GuidanceWriter(tmp_path / encoding, tg.GuidanceSchema(sites=[site])) as w:
+            w.append_batch(["t"], [np.arange(41)], 0, [40], {"x": (q.codes & 1, q.scales, None)})
+        rec = tg.open_dataset(tmp_path / encoding)["t"].read()["x"]
+        for y, least in ((x, 1.0), (noisy(x, 0.001), 0.7)):
+            codes, scales, ok = tg.decode(y, rec, sigma=0.001)
+            assert ok.float().mean() >= least, (encoding, float(ok.float().mean()))
+            assert torch.equal(codes[ok], q.codes[ok] & 1) and torch.equal(scales[ok], q.scales[ok]), encoding

@@ -117,3 +117,58 @@ def test_narrow_rows_stay_lossless(tmp_path, store):
     spec = SiteSpec(name="k", width=64, planes=2, encoding="compact")
     store.dataset(tmp_path / "forced", [5], schema=GuidanceSchema(sites=[spec]))
     assert open_dataset(tmp_path / "forced").site("k").encoding == "compact"
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_missing_chunk_is_an_error_not_fewer_rows(tmp_path, store, sealed):
+    store.dataset(tmp_path, [20, 0], chunk_tokens=8)
+    (path,) = tmp_path.glob("*.tkg")
+    raw = bytearray(path.read_bytes())
+    first = 4096 + -(-int.from_bytes(raw[64:68], "little") // 8) * 8
+    second = first + 64 + -(-int.from_bytes(raw[first + 8 : first + 16], "little") // 8) * 8
+    index = int.from_bytes(raw[-56:-48], "little")
+    path.unlink()
+    raw[second + 70] ^= 1
+    left = tmp_path / (path.name if sealed else path.name + ".open")
+    left.write_bytes(raw if sealed else raw[:index])
+    reader = PureReader(tmp_path)
+    why = "payload checksum" if sealed else "'t0' has no valid chunk of site 'layers.0.moe_input' for token 8"
+    for tokens in (None, slice(8, 16), slice(4, 9)):
+        with pytest.raises(DataError, match=why):
+            reader.read("t0", tokens)
+    assert len(reader.read("t0", slice(0, 8))["layers.0.v"].scales) == 8
+    same(reader.read("t1"), open_dataset(tmp_path)["t1"].read())
+
+
+def test_ranges_that_a_record_does_not_have_are_refused_by_both(tmp_path, store):
+    store.dataset(tmp_path, [20])
+    for tokens in (slice(0, 21), slice(21, 21), slice(-5, None), slice(5, 2), slice(0, 4, 2)):
+        for read in (open_dataset(tmp_path)["t0"].read, lambda tokens: PureReader(tmp_path).read("t0", tokens)):
+            with pytest.raises((DataError, ValueError)):
+                read(tokens)
+
+
+def test_nonsense_under_good_checksums_is_an_error_of_ours(tmp_path):
+    """A zstd frame that claims a terabyte, and one that is none."""
+    schema = GuidanceSchema(sites=[SiteSpec(name="x", width=2048)])
+    with GuidanceWriter(tmp_path, schema) as w:
+        scales = np.full((64, 128), 77, np.uint8)
+        w.append_batch(["t"], [np.arange(65)], 0, [64], {"x": (np.zeros((64, 2048), np.uint8), scales, None)})
+    (path,) = tmp_path.glob("*.tkg")
+    raw = bytearray(path.read_bytes())
+    post, at = len(raw) - 64, 4096 + -(-int.from_bytes(raw[64:68], "little") // 8) * 8
+    size, index = int.from_bytes(raw[at + 8 : at + 16], "little"), int.from_bytes(raw[post + 8 : post + 16], "little")
+    assert raw[at + 5] == 2, "a whole chunk whose tail is a zstd frame"
+    tail = at + 64 + 64 * 256
+    for frame in (b"\x28\xb5\x2f\xfd\xc0\x00" + (1 << 40).to_bytes(8, "little"), b"no frame at all"):
+        raw[tail : tail + len(frame)] = frame
+        crc = crc32c(bytes(raw[at + 64 : at + 64 + -(-size // 8) * 8])).to_bytes(4, "little")
+        raw[at + 32 : at + 36] = raw[index + 32 : index + 36] = crc
+        raw[at + 60 : at + 64] = crc32c(bytes(raw[at : at + 60])).to_bytes(4, "little")
+        raw[post + 48 : post + 52] = crc32c(bytes(raw[index:post])).to_bytes(4, "little")
+        raw[post + 52 : post + 56] = bytes(4)
+        raw[post + 52 : post + 56] = crc32c(bytes(raw[post:])).to_bytes(4, "little")
+        path.write_bytes(raw)
+        for read in (open_dataset(tmp_path)["t"].read, lambda: PureReader(tmp_path).read("t")):
+            with pytest.raises(DataError, match="is damaged at byte"):
+                read()

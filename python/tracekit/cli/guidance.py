@@ -1,11 +1,13 @@
 """`tracekit guidance`: look at, check and repair guidance on disk."""
 
 import argparse
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tracekit.errors import DataError
+from tracekit.errors import ConfigError, DataError
 from tracekit.guidance.schema import ENCODINGS
 
 
@@ -13,19 +15,40 @@ def _mib(n: int) -> str:
     return f"{n / 2**20:.2f} MiB" if n >= 2**20 else f"{n / 1024:.1f} KiB"
 
 
+def _holds_segments(folder: Path) -> bool:
+    """Whether a writer wrote to this folder, or to its sub-folders `00` to `ff` with `fan_out`."""
+    fan_out = "[0-9a-f]" * 2 + "/*.tkg*"
+    return any(folder.glob("*.tkg*")) or any(folder.glob(fan_out))
+
+
 def datasets(folder: str) -> list[str]:
     """`folder` if it holds segments itself or is a url, else its folders that do: a run has one a step."""
-    if "://" not in folder and not any(Path(folder).glob("*.tkg*")) and Path(folder).is_dir():
-        found = sorted(str(p) for p in Path(folder).iterdir() if p.is_dir() and any(p.glob("*.tkg*")))
-        return found or [folder]
-    return [folder]
+    if "://" in folder:
+        return [folder]
+    try:
+        if not Path(folder).is_dir() or _holds_segments(Path(folder)):
+            return [folder]
+        found = sorted(str(p) for p in Path(folder).iterdir() if p.is_dir() and _holds_segments(p))
+    except OSError:  # the command opens it, and says so better
+        found = []
+    return found or [folder]
 
 
 def each(command: Callable[[str, argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """A handler that runs `command` on each dataset of `args.dir` and returns the worst exit code."""
+    """A handler that runs `command` on each dataset of `args.dir` and returns the worst exit code. One of several that
+    cannot be read does not hide the others."""
 
     def run(args: argparse.Namespace) -> int:
-        return max(command(folder, args) for folder in datasets(args.dir))
+        folders, worst = datasets(args.dir), 0
+        for folder in folders:
+            try:
+                worst = max(worst, command(folder, args))
+            except DataError as error:
+                if len(folders) == 1:
+                    raise
+                print(f"tracekit: error: {error}", file=sys.stderr)
+                worst = max(worst, error.exit_code)
+        return worst
 
     return run
 
@@ -160,7 +183,10 @@ def _publish(folder: str, args: argparse.Namespace) -> int:
         m = commit_manifest(folder)
         print(f"{folder}: manifest {m['number']} lists {len(m['segments'])} segments")
         return 0
-    done = publish(folder, args.url)
+    try:
+        done = publish(folder, args.url)
+    except ValueError as e:  # no url
+        raise ConfigError(str(e)) from e
     left = f"; {done['unsealed']} not sealed, left out" if done["unsealed"] else ""
     print(
         f"{args.url}: manifest {done['number']} lists {done['segments']} segments, {done['uploaded']} uploaded now "
@@ -175,7 +201,7 @@ inspect, verify, recover = each(_inspect), each(_verify), each(_recover)
 def stats(args: argparse.Namespace) -> int:
     """Of a run what its learner found; of a folder of guidance what its audit records tell."""
     run = Path(args.dir)
-    if args.activations is None and (run / "resolved.json").is_file():
+    if args.activations is None and os.path.isfile(run / "resolved.json"):
         from tracekit.guidance.stats import load_audits
 
         step, sites = load_audits(run / "logs" / "audits.json")

@@ -35,12 +35,20 @@ class Batch:
         )
 
 
+def whole_numbers(values: Any, what: str = "token_ids") -> np.ndarray:
+    """Contiguous int64 of whole numbers; ValueError for others, which a cast would cut."""
+    values = np.asarray(values)
+    if values.dtype.kind not in "iu" and values.size:
+        raise ValueError(f"{what} has elements of {values.dtype}: pass int64")
+    return np.ascontiguousarray(values, dtype=np.int64)
+
+
 def flatten(token_ids: Any) -> tuple[np.ndarray, np.ndarray]:
     """`(flat int64, offsets int64 [N+1])` of a list of arrays, or of such a pair."""
     if isinstance(token_ids, tuple) and len(token_ids) == 2:
         flat, offsets = token_ids
-        return np.ascontiguousarray(flat, dtype=np.int64), np.ascontiguousarray(offsets, dtype=np.int64)
-    arrays = [np.asarray(t, dtype=np.int64).reshape(-1) for t in token_ids]
+        return whole_numbers(flat), whole_numbers(offsets, "offsets")
+    arrays = [whole_numbers(t).reshape(-1) for t in token_ids]
     offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
     np.cumsum([len(a) for a in arrays], out=offsets[1:])
     return (np.concatenate(arrays) if arrays else np.zeros(0, np.int64)), offsets

@@ -69,7 +69,7 @@ class GuidanceBudget:
             self._safe = max(self._safe, step)
             self._changed.notify_all()
             due = self._due()
-            deleted = [] if keep < 0 else self._give_back(due[: len(due) - keep])
+            deleted = [] if keep < 0 else self._give_back(due[: max(len(due) - keep, 0)])
             return deleted + self._make_room(self._expected)
 
     def expect(self, n_bytes: int) -> None:
@@ -120,10 +120,14 @@ class GuidanceBudget:
                 return False
             # Under another name first: nobody opens half a dataset, and a failure leaves the folder as it was.
             trash = self.root / f".deleted-{uuid.uuid4().hex[:8]}"
-            os.rename(self.root / folder, trash)
+            try:
+                os.rename(self.root / folder, trash)
+            except FileNotFoundError:  # somebody made room by hand
+                pass
             del self._references[folder]
             self._changed.notify_all()
-        shutil.rmtree(trash)
+        if trash.exists():
+            shutil.rmtree(trash)
         return True
 
     def wait_room(self, n_bytes: int, timeout: float | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import numpy as np
@@ -51,17 +52,26 @@ def global_scale_of(record: SiteRecord | BatchRecord, site: SiteSpec, rows: int,
     return per_token.repeat_interleave(rows // max(len(per_token), 1))[:, None]
 
 
+_EXPONENTS = {"rceil": -math.log2(6) + 127.5, "floor": 124.5, "even": math.log2(8 / 7) + 124.5}
+"""What is added to log2 of a block's maximum: rounding to the nearest then gives the scale byte of the MX rule."""
+
+
 def _position(amax: Tensor, g: Tensor, profile) -> Tensor:
     """Where the trainer's unrounded block scale lies on the axis of scale bytes, such that rounding it to the nearest
     whole number gives the trainer's own byte."""
     if profile.scale_format == "e4m3":
-        v = amax * g / 6
+        v = amax / (6 * g) if profile.decode_global else amax * g / 6
         fraction, exponent = torch.frexp(v)  # v = fraction * 2**exponent, fraction in [1/2, 1)
         normal = 8.0 * (exponent + 6) + 8 * (2 * fraction - 1)
-        return torch.where(v < 2.0**-6, v * 512, normal)
-    if getattr(profile, "rule", None) != "rceil":
-        raise DataError(f"profile {profile.name} has no coset decoding: record its sites with encoding='lossless'")
-    return (torch.log2(amax / 6) + 127.5).clamp(min=float(profile.min_scale))
+        position = torch.where(v < 2.0**-6, v * 512, normal)
+    else:
+        rule = getattr(profile, "rule", None)
+        if rule not in _EXPONENTS:
+            raise DataError(f"profile {profile.name} has no coset decoding: record its sites with encoding='lossless'")
+        position = torch.log2(amax) + _EXPONENTS[rule]
+    # Every chain has its own least scale, and its own for a block of zeros.
+    own = profile.block_scale(amax, g if profile.has_global else None).float()
+    return torch.minimum(torch.maximum(position, own - 0.5), own + 0.5)
 
 
 def _scales(x, low, stored, g, site: SiteSpec, profile) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,7 +142,8 @@ def _syndromes(x, leaders, scales, stored, g, site: SiteSpec, profile, sigma: fl
     reliable = (torch.special.log_ndtr(ratio) - torch.special.log_ndtr(-ratio)).clamp(max=_SURE)
     fill = groups * 32 - width
     signed = torch.where((own ^ leaders.long()) == 1, -reliable, reliable)
-    signed = torch.nn.functional.pad(signed, (0, fill), value=_SURE).view(len(x), groups, 32)
+    # Nothing is known of the places beyond the row: its codes there are zeros, but the leaders there are not read.
+    signed = torch.nn.functional.pad(signed, (0, fill)).view(len(x), groups, 32)
     spectrum = signed @ _hadamard(x.device)
     best = spectrum.abs().topk(2, -1)
     rows = _hadamard(x.device)[best.indices]  # [R, groups, 2, 32]

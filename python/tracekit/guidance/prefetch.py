@@ -50,6 +50,8 @@ def microbatches(
     the arrays; `pin_memory` puts them in pinned memory, for `torch.from_numpy(a).to("cuda", non_blocking=True)`. An
     error of a read is raised when its microbatch is due; closing the generator ends the thread.
     """
+    if prefetch < 0:
+        raise ValueError(f"prefetch is {prefetch}: use 0 or more microbatches")
     if pin_memory:
         allocate = _pinned
     steps = iter(plan)

@@ -23,6 +23,8 @@ from tracekit.guidance.schema import GuidanceSchema, SiteSpec
 CHUNK, TRAJ, AUDIT = 1, 2, 3
 FLAG_PLANES, FLAG_ZTAIL = 1, 2
 STATUS = ("complete", "truncated", "aborted")
+_NONSENSE = (struct.error, ValueError, TypeError, IndexError, zstandard.ZstdError)
+"""What bytes raise whose checksums hold and that no writer wrote."""
 
 
 @dataclass(slots=True)
@@ -80,9 +82,12 @@ class PureSegment:
             raise self._bad(4096, "schema checksum")
         self.schema = GuidanceSchema.unpack(data[4096 : 4096 + length])
         self.sealed = path.suffix == ".tkg"
-        self.trajectories = self._from_index() if self.sealed else None
-        if self.trajectories is None:
-            self.trajectories = self._from_records()
+        try:
+            self.trajectories = self._from_index() if self.sealed else None
+            if self.trajectories is None:
+                self.trajectories = self._from_records()
+        except _NONSENSE as e:
+            raise self._bad(self.first_record, f"records or index do not parse ({e})") from e
 
     def _bad(self, offset: int, what: str) -> DataError:
         return DataError(
@@ -173,6 +178,12 @@ class PureSegment:
 
     def read_chunk(self, c: Chunk) -> dict[str, tuple[np.ndarray | None, np.ndarray, np.ndarray | None, Any]]:
         """All sites of a chunk: packed codes `[T, planes, ·]`, scales, token scales, checks."""
+        try:
+            return self._read_chunk(c)
+        except _NONSENSE as e:
+            raise self._bad(c.off, f"chunk does not parse ({e})") from e
+
+    def _read_chunk(self, c: Chunk) -> dict[str, tuple[np.ndarray | None, np.ndarray, np.ndarray | None, Any]]:
         payload = self.data[c.off + 64 : c.off + 64 + -(-c.size // 8) * 8]
         if self._payload_crc(payload, c.kind, c.flags, c.size, c.site0, c.nsites) != c.crc:
             raise self._bad(c.off, "payload checksum")
@@ -211,7 +222,7 @@ class PureSegment:
         tail = payload[at:]
         raw = sum(c.ntok * s.planes * s.stored_scale_row for s in sites)
         if c.flags & FLAG_ZTAIL:
-            tail = zstandard.ZstdDecompressor().decompress(tail, max_output_size=raw)
+            tail = _unzip(tail, raw)
         if len(tail) != raw:
             raise self._bad(c.off, f"scales have {len(tail)} bytes, {raw} expected")
         at = 0
@@ -243,9 +254,17 @@ class PureSegment:
                 scale = data[len(data) - length :]
                 if how == 2:
                     raw = c.ntok * s.stored_scale_row
-                    scale = zstandard.ZstdDecompressor().decompress(scale, max_output_size=raw)
+                    scale = _unzip(scale, raw)
                 blocks.append((data[: len(data) - length], scale))
             yield s, token_scale, blocks
+
+
+def _unzip(frame: bytes, size: int) -> bytes:
+    """The `size` bytes of a zstd frame; what it claims is looked at before memory is given to it."""
+    claimed = zstandard.frame_content_size(frame)
+    if claimed not in (-1, size):
+        raise ValueError(f"a zstd frame claims {claimed} bytes, {size} are expected")
+    return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
 
 
 def _codes(site: SiteSpec, stored: np.ndarray) -> np.ndarray:
@@ -336,7 +355,13 @@ class PureReader:
     ) -> dict[str, SiteRecord]:
         """Reads tokens of some sites (all by default)."""
         parts = self.find(traj_id)
-        start, stop, _ = (tokens or slice(None)).indices(parts[0][1].n_tokens)
+        end = parts[0][1].n_tokens
+        start = 0 if tokens is None or tokens.start is None else tokens.start
+        stop = end if tokens is None or tokens.stop is None else tokens.stop
+        if not 0 <= start <= stop <= end or (tokens is not None and tokens.step not in (None, 1)):
+            raise DataError(
+                f"trajectory '{traj_id}' has records for tokens 0..{end}: ask for a range in it, not {tokens}"
+            )
         ids = None if token_ids is None else np.asarray(token_ids, "<i8")
         pieces: dict[str, list[SiteRecord]] = {}
         for segment, t in parts:
@@ -366,7 +391,7 @@ class PureReader:
 
     def _site(self, segment, t, site, start, stop, ids) -> SiteRecord:
         number = segment.schema.sites.index(site)
-        pieces = []
+        pieces, at = [], start
         if start < t.first:
             cut = min(stop, t.first)
             before = self.read(t.prefix, slice(start, cut), [site.name], ids)[site.name]
@@ -374,19 +399,30 @@ class PureReader:
             rows = (None if r is None else r[:, heads] for r in (before.codes, before.scales, before.checks))
             codes, scales, checks = rows
             pieces.append((codes, scales, before.token_scale, checks))
+            at = cut
         for c in t.chunks:
             a, b = max(start, c.tok0), min(stop, c.tok0 + c.ntok)
             if c.kind != CHUNK or not c.site0 <= number < c.site0 + c.nsites or a >= b:
                 continue
+            if a != at:
+                break
+            at = b
             if ids is not None and crc32c(ids[c.tok0 : c.tok0 + c.ntok].tobytes()) != c.token_crc:
                 where = f"trajectory '{t.traj_id}': tokens {c.tok0}..{c.tok0 + c.ntok}"
                 raise DataError(f"{where} are not those its record was made for: check the id")
             rows = segment.read_chunk(c)[site.name]
             pieces.append(tuple(None if r is None else r[a - c.tok0 : b - c.tok0] for r in rows))
+        if at < stop:
+            raise DataError(
+                f"{segment.path}: trajectory '{t.traj_id}' has no valid chunk of site '{site.name}' for token {at}; "
+                "run `tracekit guidance verify` on its folder"
+            )
         joined = [None if p[0] is None else np.concatenate(p) for p in zip(*pieces, strict=True)] if pieces else []
         if not joined:
             shape = (0, site.planes)
             codes = np.zeros((*shape, site.code_row), np.uint8) if site.bits else None
-            joined = [codes, np.zeros((*shape, site.scale_row), np.uint8), None, None]
+            token_scale = np.zeros(0, "<f4") if site.global_scale is None else None
+            checks = np.zeros((*shape, site.n_checks), "<u2") if site.n_checks else None
+            joined = [codes, np.zeros((*shape, site.scale_row), np.uint8), token_scale, checks]
         codes, scales, token_scale, checks = joined
         return SiteRecord(site, range(start, stop), codes, scales, token_scale, site.global_scale, checks)

@@ -16,6 +16,9 @@ from tracekit.guidance.batch import flatten
 from tracekit.guidance.record import AuditRows, BatchRecord, SiteRecord, audit_rows
 from tracekit.guidance.schema import GuidanceSchema, SiteSpec
 
+_MANY = 1 << 16
+"""Rows from which on a request's ranges are checked before memory is allocated for them."""
+
 
 class GuidanceReader:
     """A folder of segments, read as one. It can be used after a fork, and pickles as its path: it holds open files, or
@@ -25,30 +28,32 @@ class GuidanceReader:
     def __init__(
         self, dir: Any, *, mmap: bool = False, manifest: bool = False, gap: int = 1 << 20, retries: int = 6
     ) -> None:
-        self.dir = os.fspath(dir)
+        self.dir = os.fsdecode(dir)
         self.mmap = mmap
         self._how = {"mmap": mmap, "manifest": manifest, "gap": gap, "retries": retries}
         self._open()
 
     def _open(self) -> None:
-        self._core = _core.Reader(self.dir, **self._how)
+        core = _core.Reader(self.dir, **self._how)
         self.manifest: int | None
         """Number of the manifest that it was opened by; None if by what lies in the folder."""
-        self.manifest, refused = self._core.manifest()
+        self.manifest, refused = core.manifest()
         for why in refused:
             warnings.warn(f"an older manifest is read: {why}", stacklevel=3)
-        self._segments = self._core.segments()
-        self._sites: dict[str, SiteSpec] = {}
-        self._mixed: set[str] = set()
-        self._layouts: dict[str, _Layout] = {}
-        for segment in self._segments:
+        segments = core.segments()
+        sites: dict[str, SiteSpec] = {}
+        mixed: set[str] = set()
+        for segment in segments:
             for offset, end, what, _ in segment["damage"]:
                 text = f"{segment['path']}: bytes {offset}..{end} are damaged ({what}); see tracekit guidance verify"
                 warnings.warn(text, stacklevel=3)
             for site in GuidanceSchema.unpack(segment["schema"]).sites:
-                known = self._sites.setdefault(site.name, site.joined)
+                known = sites.setdefault(site.name, site.joined)
                 if known.global_scale != site.global_scale:
-                    self._mixed.add(site.name)
+                    mixed.add(site.name)
+        # Complete before anything is replaced: other threads may be reading.
+        layouts: dict[str, _Layout] = {}
+        self._segments, self._mixed, self._layouts, self._sites, self._core = segments, mixed, layouts, sites, core
 
     def refresh(self) -> None:
         """Opens the folder again, to see what was committed since."""
@@ -122,12 +127,16 @@ class GuidanceReader:
 
         Raises DataError naming the trajectory, site or tokens when something is missing, other or damaged.
         """
+        if isinstance(ids, str) or isinstance(sites, str):
+            raise ValueError("ids and sites are lists of names, not one name")
         ids = list(ids)
         n = len(ids)
         names = list(self._sites) if sites is None else list(sites)
         first = _each(starts, n)
         last = self._core.lengths(ids) if stops is None else _each(stops, n)
         rows = sum(last) - sum(first)
+        if not 0 <= rows < _MANY or min(first, default=0) < 0:
+            self._check_ranges(ids, first, last)
         results, outs = {}, []
         for name in names:
             layout = self._layouts.get(name) or self._layout(name)
@@ -148,6 +157,17 @@ class GuidanceReader:
         tokens = None if token_ids is None else flatten(token_ids)
         self._core.read_batch(ids, first, last, names, outs, unpack, tokens)
         return results
+
+    def _check_ranges(self, ids: list[str], first: list[int], last: list[int]) -> None:
+        """The core checks every range, but memory is allocated before; here for what is too much or nonsense."""
+        for traj_id, start, stop, n in zip(ids, first, last, self._core.lengths(ids), strict=False):
+            if not 0 <= start <= stop:
+                raise ValueError(f"trajectory '{traj_id}': tokens {start}..{stop}: use 0 <= start <= stop")
+            if stop > n:
+                raise DataError(
+                    f"trajectory '{traj_id}' has records for tokens 0..{n}, {start}..{stop} was asked for: ask for "
+                    "tokens that it has"
+                )
 
     def _layout(self, name: str) -> "_Layout":
         site = self.site(name)
@@ -226,7 +246,10 @@ class Trajectory:
     def extra(self) -> dict[str, Any] | None:
         """What `commit` was given."""
         data = self.parts[0]["extra"]
-        return msgpack.unpackb(data, strict_map_key=False) if data else None
+        try:
+            return msgpack.unpackb(data, strict_map_key=False) if data else None
+        except ValueError as e:
+            raise DataError(f"trajectory '{self.traj_id}': its extra is no msgpack ({e}): write it with commit") from e
 
     def read(
         self,
@@ -238,8 +261,8 @@ class Trajectory:
         """Reads a range of tokens of some sites (all by default); see `GuidanceReader.read_batch`."""
         start, stop = 0, self.n_tokens
         if tokens is not None:
-            if tokens.step not in (None, 1):
-                raise ValueError("tokens must be a slice of step 1")
+            if getattr(tokens, "step", 0) not in (None, 1):
+                raise ValueError(f"tokens is {tokens}: use a slice of step 1")
             start = 0 if tokens.start is None else tokens.start
             stop = self.n_tokens if tokens.stop is None else tokens.stop
             if start < 0 or stop < start:
@@ -280,7 +303,7 @@ def open_dataset(
 def verify(dir: Any) -> list[dict[str, Any]]:
     """Checks every byte of every segment: one dict a file with path, bytes, records, trajectories, sealed and damage,
     a list of `(offset, end, what, torn_tail)`."""
-    return _core.verify(os.fspath(dir))
+    return _core.verify(_folder(dir, "verify"))
 
 
 def recover(dir: Any) -> list[dict[str, Any]]:
@@ -288,4 +311,11 @@ def recover(dir: Any) -> list[dict[str, Any]]:
 
     One dict a file: path, trajectories (committed and readable), torn_bytes (what a killed writer left unfinished),
     interior (damage elsewhere, as in `verify`), sidecar (the index file written, or None)."""
-    return _core.recover(os.fspath(dir))
+    return _core.recover(_folder(dir, "recover"))
+
+
+def _folder(dir: Any, command: str) -> str:
+    place = os.fsdecode(dir)
+    if "://" in place:
+        raise DataError(f"{place} is a url: {command} the folder that it was published from")
+    return place

@@ -12,12 +12,12 @@ def commit_manifest(dir: Any) -> dict[str, Any]:
 
     One dict: number, parent, created_ns and segments (name, uuid, bytes, created_ns, trajectories, chunks). Nothing is
     written if nothing changed. Writers and other processes may do the same at once."""
-    return _core.commit_manifest(os.fspath(dir))
+    return _core.commit_manifest(os.fsdecode(dir))
 
 
 def latest_manifest(dir: Any) -> dict[str, Any] | None:
     """The folder's newest manifest that passes its checks; None if there is none. Warns of newer ones that do not."""
-    found, refused = _core.latest_manifest(os.fspath(dir))
+    found, refused = _core.latest_manifest(os.fsdecode(dir))
     for why in refused:
         warnings.warn(f"an older manifest is read: {why}", stacklevel=2)
     return found
@@ -34,4 +34,4 @@ def publish(dir: Any, url: str, *, retries: int = 6) -> dict[str, int]:
     already is not sent again: after an error call it again. Folders of several ranks may be published under one url.
     Returns number (of the newest manifest), segments (that it lists), uploaded, bytes (uploaded) and unsealed
     (segments still being written, which are left out)."""
-    return _core.publish(os.fspath(dir), url, retries)
+    return _core.publish(os.fsdecode(dir), url, retries)

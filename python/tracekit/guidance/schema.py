@@ -90,6 +90,8 @@ class SiteSpec:
         scale rule has two branches."""
         if self.encoding is not None:
             return self
+        if self.block < 1:
+            raise ValueError(f"site '{self.name}': block is {self.block}, use 1 or more values a scale")
         lossless = replace(self, encoding="lossless")
         if encoding == "rm15" and self.bits != 1:
             encoding = "compact"
@@ -136,7 +138,10 @@ class GuidanceSchema:
         for packed, s in zip(sites, self.sites, strict=True):
             if s.planes != s.all_planes:
                 packed |= {"first_plane": s.first_plane, "all_planes": s.all_planes}
-        return msgpack.packb({"chunk_tokens": chunk_tokens, "sites": sites, "user": self.user})
+        data = msgpack.packb({"chunk_tokens": chunk_tokens, "sites": sites, "user": self.user})
+        if len(data) > 1 << 20:
+            raise ValueError(f"the schema takes {len(data)} bytes, at most 1 MiB is supported: keep `user` small")
+        return data
 
     @classmethod
     def unpack(cls, data: bytes) -> "GuidanceSchema":

@@ -1,5 +1,7 @@
 """Writing guidance."""
 
+import os
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +11,7 @@ import numpy as np
 
 from tracekit import _core
 from tracekit.errors import DataError
-from tracekit.guidance.batch import Batch, Prefix, flatten
+from tracekit.guidance.batch import Batch, Prefix, flatten, whole_numbers
 from tracekit.guidance.schema import ENCODINGS, GuidanceSchema, SiteSpec
 
 AUDIT_EVERY = 1024
@@ -45,21 +47,52 @@ class Commit:
 _CPU, _PINNED = 1, 3  # DLPack's device types
 
 
-def _array(x: Any, dtype: type) -> np.ndarray:
-    """x as a contiguous array: the same memory if x is an array, a CPU tensor, or has a buffer or DLPack."""
+def _host(x: Any) -> np.ndarray:
+    """x as an array: the same memory if x is an array, a CPU tensor, or has a buffer or DLPack; float8 as its bytes."""
     if not isinstance(x, np.ndarray) and hasattr(x, "__dlpack_device__"):
         if x.__dlpack_device__()[0] not in (_CPU, _PINNED):
             raise ValueError("rows are not in host memory: append them with tracekit.guidance.DeviceWriter")
-        x = np.from_dlpack(x)
-    return np.ascontiguousarray(x, dtype=dtype)
+        if hasattr(x, "detach"):  # a torch tensor
+            x = x.detach()
+            x = x.view(sys.modules["torch"].uint8) if "float8" in str(x.dtype) else x
+        try:
+            x = np.from_dlpack(x)
+        except (RuntimeError, BufferError) as e:
+            raise ValueError(f"rows cannot be read ({e}): pass uint8") from e
+    x = np.asarray(x)
+    return x.view(np.uint8) if "float8" in x.dtype.name else x
 
 
-def _u8(x: Any) -> np.ndarray:
-    return _array(x, np.uint8)
+def _u8(x: Any, what: str = "rows") -> np.ndarray:
+    """x as contiguous bytes. Numbers that are no bytes are refused, never cut: a scale is the byte of its code."""
+    if type(x) is np.ndarray and x.dtype == np.uint8:
+        return np.ascontiguousarray(x)
+    x = _host(x)
+    if x.dtype != np.uint8 and x.size:
+        if x.dtype.kind not in "biu":
+            raise ValueError(f"{what} has elements of {x.dtype}: pass uint8, of scales the bytes of their codes")
+        if x.min() < 0 or x.max() > 255:
+            raise ValueError(f"{what} has values from {x.min()} to {x.max()}: pass uint8, 0 to 255")
+    return np.ascontiguousarray(x, dtype=np.uint8)
 
 
 def _f32(x: Any) -> np.ndarray | None:
-    return None if x is None else _array(x, np.float32)
+    return None if x is None else np.ascontiguousarray(_host(x), dtype=np.float32)
+
+
+def _rows(site: SiteSpec, codes: Any, scales: Any, packed: bool) -> tuple[np.ndarray | None, np.ndarray]:
+    """Codes and scales as bytes, token by token: other axes than `[T, K]` or `[T, planes, K]` are refused."""
+    scales = _u8(scales, "scales")
+    codes = None if codes is None else _u8(codes, "codes")
+    n, planes = len(scales), site.planes
+    for what, rows in (("scales", scales), ("codes", codes)):
+        if rows is None or rows.ndim < 2:
+            continue
+        k = site.scale_row if rows is scales else site.code_row if packed else site.width
+        # Where the number of bytes is wrong, the core says how many are needed.
+        if rows.size == n * planes * k and rows.shape not in ((n, planes * k), (n, planes, k)):
+            raise ValueError(f"{what} has shape {list(rows.shape)}, {n} tokens of {planes} x {k} are needed")
+    return codes, scales
 
 
 class GuidanceWriter:
@@ -102,7 +135,7 @@ class GuidanceWriter:
         self.schema = schema
         self._numbers = {s.name: i for i, s in enumerate(schema.sites)}
         data = schema.pack(encoding, chunk_tokens)
-        self._dir, self._io = str(dir), io
+        self._dir, self._io = os.fsdecode(dir), io
         self._core = _core.Writer(
             self._dir, data, sync, roll_bytes, queue_bytes, on_full, threads, manifest, fan_out, io
         )
@@ -129,7 +162,7 @@ class GuidanceWriter:
         `prefix=(id, len)` its rows start at token `len`, and the earlier ones are read from that trajectory. `part`
         is this rank's number and the number of ranks that each write some sites of it.
         """
-        ids = np.ascontiguousarray(token_ids, dtype=np.int64)
+        ids = whole_numbers(token_ids)
         return TrajectoryWriter(self, traj_id, self._core.begin(traj_id, ids, policy_version, prefix, part))
 
     def append_batch(
@@ -182,7 +215,11 @@ class GuidanceWriter:
         for s in self.schema.sites:
             codes, scales, token_scale = sites[s.name]
             whole = every and s.bits == 0  # codes that only audit records keep
-            rows.append((None if codes is None or whole else _u8(codes), packed, _u8(scales), _f32(token_scale)))
+            try:
+                codes, scales = _rows(s, None if whole else codes, scales, packed)
+            except ValueError as e:
+                raise ValueError(f"site '{s.name}': {e}") from e
+            rows.append((codes, packed, scales, _f32(token_scale)))
         self._core.append_batch(list(ids), flat, offsets, policies, prefixes, counts, rows, status)
 
     def _append_each(self, batch: Batch, status: str, every: int) -> None:
@@ -222,7 +259,7 @@ class GuidanceWriter:
         if not items:
             return
         ready = [
-            (i, _array(ids, np.int64), policy, _u8(rows), b"" if extra is None else msgpack.packb(extra))
+            (i, whole_numbers(ids), policy, _u8(rows), b"" if extra is None else msgpack.packb(extra))
             for i, ids, policy, rows, extra in items
         ]
         places = [columns[s.name] for s in self.schema.sites]
@@ -288,12 +325,17 @@ class TrajectoryWriter:
         token.
         """
         number = self.writer._number(site)
-        scales, token_scale = _u8(scales), _f32(token_scale)
-        codes = None if codes is None else _u8(codes)
+        spec, token_scale = self.writer.schema.sites[number], _f32(token_scale)
+        try:
+            if not 0 <= tok0 < 1 << 32:
+                raise ValueError(f"rows start at token {tok0}: use 0 to 2^32 - 1")
+            codes, scales = _rows(spec, codes, scales, packed)
+        except ValueError as e:
+            raise ValueError(f"trajectory '{self.traj_id}', site '{site}': {e}") from e
         every = audit_every(audit)
         if every and (packed or codes is None):
             raise ValueError(f"trajectory '{self.traj_id}', site '{site}': an audit needs whole codes, not packed ones")
-        kept = None if every and self.writer.schema.sites[number].bits == 0 else codes
+        kept = None if every and spec.bits == 0 else codes
         self.writer._core.append(self._handle, number, tok0, len(scales), (kept, packed, scales, token_scale))
         tokens = _core.audit_tokens(self.traj_id, tok0, tok0 + len(scales), every) if every else []
         if tokens:

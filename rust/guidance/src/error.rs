@@ -57,10 +57,23 @@ impl Error {
     }
 }
 
+/// What to do about the system's refusals that are the user's to mend.
+fn todo(source: &io::Error) -> &'static str {
+    match source.kind() {
+        io::ErrorKind::NotFound => "; check the path",
+        io::ErrorKind::NotADirectory => "; give the folder that a writer wrote to",
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => "; check whether you may do this there",
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+            "; make room there, then start a new writer: what was committed is readable"
+        }
+        _ => "",
+    }
+}
+
 impl std::fmt::Display for Error {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Error::Io { path, op, source } => write!(f, "cannot {op} {}: {source}", path.display()),
+            Error::Io { path, op, source } => write!(f, "cannot {op} {}: {source}{}", path.display(), todo(source)),
             Error::Corrupt { path, offset, what } => {
                 let name = path.display().to_string();
                 let todo = match name.contains("://") {

@@ -21,9 +21,15 @@ pub fn segment_path(dir: &Path, name: &str) -> PathBuf {
 
 fn list_segments(dir: &Path, fan_out: bool, files: &mut Vec<PathBuf>) -> Result<()> {
     for entry in std::fs::read_dir(dir).map_err(|e| Error::io(dir, "list", e))? {
-        let path = entry.map_err(|e| Error::io(dir, "list", e))?.path();
+        let entry = entry.map_err(|e| Error::io(dir, "list", e))?;
+        let path = entry.path();
         let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
         if name.ends_with(".tkg") || name.ends_with(".tkg.open") {
+            // To open a pipe would wait for somebody to write to it.
+            let odd = !entry.file_type().is_ok_and(|t| t.is_file());
+            if odd && std::fs::metadata(&path).is_ok_and(|m| !m.is_file()) {
+                return Err(Error::Missing(format!("{} is no file: move it out of the folder", path.display())));
+            }
             files.push(path);
         } else if fan_out && name.len() == 2 && name.bytes().all(|b| b.is_ascii_hexdigit()) && path.is_dir() {
             list_segments(&path, false, files)?;

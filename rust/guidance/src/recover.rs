@@ -65,7 +65,10 @@ fn write_sidecar(segment: &Path, index: &Index, header: &FileHeader, records_end
     file.write_all(index.bytes())
         .and_then(|()| file.write_all(&post.encode()))
         .and_then(|()| file.sync_all())
-        .map_err(|e| Error::io(&temp, "write", e))?;
+        .map_err(|e| {
+            let _ = std::fs::remove_file(&temp); // on a full disk it would only take room
+            Error::io(&temp, "write", e)
+        })?;
     std::fs::rename(&temp, &path).map_err(|e| Error::io(&temp, "rename", e))?;
     let dir = path.parent().unwrap_or(Path::new("."));
     File::open(dir).and_then(|d| d.sync_all()).map_err(|e| Error::io(dir, "fsync", e))?;

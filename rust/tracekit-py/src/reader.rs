@@ -171,6 +171,7 @@ impl Reader {
             };
             requests.push(Request { id, start, stop, token_ids });
         }
+        self.0.check_uniform(&sites).map_err(|e| raise(py, e))?;
         let mut held = Vec::with_capacity(outs.len());
         for (name, (codes, scales, token_scale, checks, (h0, h1))) in sites.iter().zip(&outs) {
             let site = self.0.site(name).map_err(|e| raise(py, e))?;
@@ -197,7 +198,6 @@ impl Reader {
             }
             held.push(h);
         }
-        self.0.check_uniform(&sites).map_err(|e| raise(py, e))?;
         let names: Vec<&str> = sites.iter().map(String::as_str).collect();
         let mut targets = Vec::with_capacity(held.len());
         for h in &mut held {

@@ -40,12 +40,16 @@ struct Newest {
     found: Option<Found>,
     refused: Vec<String>,
     highest: u64,
+    /// Names of all objects.
+    names: Vec<String>,
 }
 
 fn newest(store: &Store) -> Result<Newest> {
-    let mut numbers: Vec<u64> = store.names()?.iter().filter_map(|n| number_of(n)).collect();
+    let names = store.names()?;
+    let mut numbers: Vec<u64> = names.iter().filter_map(|n| number_of(n)).collect();
     numbers.sort_unstable_by(|a, b| b.cmp(a));
-    let mut out = Newest { found: None, refused: Vec::new(), highest: numbers.first().copied().unwrap_or(0) };
+    let highest = numbers.first().copied().unwrap_or(0);
+    let mut out = Newest { found: None, refused: Vec::new(), highest, names };
     for number in numbers {
         let name = crate::manifest::file_name(number);
         let bytes = store.get(&name)?;

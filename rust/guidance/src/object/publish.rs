@@ -39,8 +39,15 @@ pub fn publish(dir: &Path, url: &str, options: Options) -> Result<Published> {
         let now = newest(&store)?;
         let mut all = now.found.as_ref().map(|(m, _)| m.segments.clone()).unwrap_or_default();
         for e in &entries {
+            let mut listed = false;
             match all.iter().find(|o| o.name == e.name) {
-                Some(other) if other == e => continue,
+                Some(other) if other == e => {
+                    // Somebody may have deleted it since.
+                    listed = true;
+                    if now.names.contains(&e.name) || there.contains(&e.name) {
+                        continue;
+                    }
+                }
                 Some(_) => {
                     return Err(Error::Mismatch(format!(
                         "{} is another segment than the one in {}: publish this folder under a prefix of its own",
@@ -48,14 +55,16 @@ pub fn publish(dir: &Path, url: &str, options: Options) -> Result<Published> {
                         dir.display()
                     )))
                 }
-                None if !there.contains(&e.name) => {
-                    store.upload(&e.name, &crate::folder::segment_path(dir, &e.name), e.bytes)?;
-                    there.push(e.name.clone());
-                    (out.uploaded, out.bytes) = (out.uploaded + 1, out.bytes + e.bytes);
-                }
                 None => {}
             }
-            all.push(e.clone());
+            if !there.contains(&e.name) {
+                store.upload(&e.name, &crate::folder::segment_path(dir, &e.name), e.bytes)?;
+                there.push(e.name.clone());
+                (out.uploaded, out.bytes) = (out.uploaded + 1, out.bytes + e.bytes);
+            }
+            if !listed {
+                all.push(e.clone());
+            }
         }
         let parent = now.found.as_ref().map(|(m, crc)| (m, *crc));
         let next = Manifest::after(parent, now.highest + 1, all);

@@ -63,6 +63,11 @@ fn connect(url: &str, options: &Options) -> Raw<(Arc<dyn ObjectStore>, Path)> {
     let endpoint =
         ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"].iter().find_map(|k| std::env::var(k).ok());
     if let Some(endpoint) = endpoint {
+        let whole = url::Url::parse(&endpoint).is_ok_and(|u| u.has_host() && u.scheme().starts_with("http"));
+        if !whole {
+            let text = format!("AWS_ENDPOINT_URL is '{endpoint}': use http://host:port or https://host");
+            return Err(object_store::Error::Generic { store: "S3", source: text.into() });
+        }
         builder = builder.with_allow_http(endpoint.starts_with("http://")).with_endpoint(endpoint);
     }
     Ok((Arc::new(builder.build()?), root))
@@ -134,21 +139,27 @@ impl Store {
     /// What went wrong with which object, and what to do.
     fn explain(&self, op: &str, name: &str, e: object_store::Error) -> Error {
         use object_store::Error as E;
-        let key = self.key(name);
+        let (key, text) = (self.key(name), short(&e));
+        // A list's refusals come as text only; a client without credentials asks the cloud machine's own service.
+        let refused = ["status code: 401", "status code: 403", "//169.254.", "//metadata"];
         match e {
             E::NotFound { .. } => Error::Missing(format!(
                 "{key} is not there: it was deleted or never published; publish the folder that it comes from again"
             )),
-            E::PermissionDenied { .. } | E::Unauthenticated { .. } => Error::Failed(format!(
-                "the store refuses to {op} {key}: {}; check the credentials in the environment (AWS_ACCESS_KEY_ID … or \
-                 GOOGLE_APPLICATION_CREDENTIALS)",
-                short(&e)
-            )),
-            e => Error::Failed(format!(
-                "cannot {op} {key}: {}; try again, or check the endpoint and the network",
-                short(&e)
-            )),
+            E::PermissionDenied { .. } | E::Unauthenticated { .. } => self.refuses(op, &key, &text),
+            _ if refused.iter().any(|part| text.contains(part)) => self.refuses(op, &key, &text),
+            _ if text.contains("status code: 404") => {
+                Error::Failed(format!("cannot {op} {key}: {text}; check the bucket's name and the endpoint"))
+            }
+            _ => Error::Failed(format!("cannot {op} {key}: {text}; try again, or check the endpoint and the network")),
         }
+    }
+
+    fn refuses(&self, op: &str, key: &str, text: &str) -> Error {
+        Error::Failed(format!(
+            "the store refuses to {op} {key}: {text}; check the credentials in the environment (AWS_ACCESS_KEY_ID … or \
+             GOOGLE_APPLICATION_CREDENTIALS)"
+        ))
     }
 
     /// Names of the objects directly under the prefix.

@@ -299,6 +299,7 @@ impl Writer {
     /// counted. An error of any thread is returned here at the latest.
     pub fn close(&mut self) -> Result<Stats> {
         if self.closed {
+            self.shared.alive()?;
             return Ok(self.stats());
         }
         self.closed = true;

@@ -39,7 +39,7 @@ impl Ticket {
     /// `None` after `timeout`.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<Option<bool>> {
         let mut state = lock(&self.0 .0);
-        let until = timeout.map(|t| std::time::Instant::now() + t);
+        let until = timeout.and_then(|t| std::time::Instant::now().checked_add(t));
         loop {
             match &*state {
                 Some(Ok(committed)) => return Ok(Some(*committed)),
