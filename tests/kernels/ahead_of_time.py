@@ -25,7 +25,8 @@ TYPES = dict(
     values_ptr="*bf16", out_ptr="*bf16", slots_ptr="*i64", n_blocks="i32", blocks_per_scale="i32", four_bits="i32",
     blocks_per_token="i32", page="i32", n_groups="i32", groups_per_row="i32", width="i32", length="i32",
     low_width="i32", q_ptr="*bf16", kc_ptr="*i32", ks_ptr="*u8", vc_ptr="*i32", vs_ptr="*u8", table_ptr="*i32",
-    rows_ptr="*i64", length_ptr="*i32", lse_ptr="*fp32", factor="fp32", table_stride="i32", n_splits="i32", split_tokens="i32",
+    rows_ptr="*i64", length_ptr="*i32", lse_ptr="*fp32", factor="fp32", table_stride="i32", n_splits="i32",
+    split_tokens="i32",
 )  # fmt: skip
 
 

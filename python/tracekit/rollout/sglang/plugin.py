@@ -10,6 +10,7 @@ checks that the others are in place and stops the engine otherwise.
 | `quantize_hidden_states_fp4`, after (`native`) | experts that round their own input: their codes are recorded |
 | `SiluAndMul.forward_native` or the runners' `silu_and_mul`, after | the second GEMM's input is rounded |
 | `RadixAttention.forward`, before | K and V are rounded before attention and cache see them |
+| `enable_fused_set_kv_buffer`, replaced | on CUDA, models would write K and V to the cache with RoPE, unrounded |
 | `ModelRunner.init_routed_experts_capturer`, after | buffers exist before any CUDA graph is captured |
 | `ModelRunner.forward`, after | a forward's rows travel on the engine's own copy stream |
 | `_maybe_collect_routed_experts`, around | a finished request's rows are gathered while it holds its slots |
@@ -123,6 +124,11 @@ class Plugin:
         """Before `RadixAttention.forward`: its arguments, with K and V rounded."""
         profile = self.settings.kv
         if profile is not None and self.rounder is not None and k is not None:
+            if not named.get("save_kv_cache", rest[1] if len(rest) > 1 else True):
+                raise EngineError(
+                    f"tracekit: layer {layer.layer_id} writes K and V to the cache before attention, unrounded\n"
+                    'this model stores them itself: set quant.kv = "none"'
+                )
             k, v = (
                 self.rounder.round(f"layers.{layer.layer_id}.{name}", x.reshape(-1, heads, width), profile)
                 for name, x, heads, width in (
@@ -260,6 +266,8 @@ def register() -> None:
             "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.silu_and_mul", after_runner_hidden, HookType.AFTER
         )
     hook("sglang.srt.layers.radix_attention.RadixAttention.forward", plugin.attention, HookType.BEFORE)
+    if settings.kv is not None:
+        hook("sglang.srt.models.utils.enable_fused_set_kv_buffer", lambda *_, **__: False, HookType.REPLACE)
     hook(
         f"{RUNNER}.forward",
         lambda out, runner, batch, *_args, **_named: plugin.forward(out, runner, batch),
