@@ -81,10 +81,11 @@ def _store(
             pool[slots[kept].long()] = row[kept]
         return
     words = [t.contiguous().flatten(1).view(torch.int32) for t in rows]
+    pools = [p.flatten(1).view(torch.int32) for p in pools]
     codes, scales = words[0].shape[1], words[1].shape[1]
     _store_kernel[(len(slots),)](
-        *words, slots.contiguous(), *(p.flatten(1).view(torch.int32) for p in pools), codes, scales, CODES=_power(codes),
-        SCALES=_power(scales), num_warps=1,
+        *words, slots.contiguous(), *pools, codes, scales, CODES=_power(codes), SCALES=_power(scales),
+        num_warps=1,
     )  # fmt: skip
 
 
