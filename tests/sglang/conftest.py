@@ -37,8 +37,9 @@ def served(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def serve(out, values=None, **more):
-    """An engine in `out`, as `served` has it; `values` for the configuration, `more` for the plugin's settings."""
+def serve(out, values=None, arguments=None, **more):
+    """An engine in `out`, as `served` has it; `values` for the configuration, `arguments` for the engine, `more` for
+    the plugin's settings."""
     from tracekit.learner.hf import published_tensors, save_hf
     from tracekit.learner.learner import Learner
     from tracekit.rollout.record import make_schema
@@ -69,7 +70,8 @@ def serve(out, values=None, **more):
         eos_id=EOS,
         context=CONTEXT,
         seed=0,
-        arguments={"chunked_prefill_size": CHUNK, "max_total_tokens": CACHE, "max_running_requests": 4},
+        arguments={"chunked_prefill_size": CHUNK, "max_total_tokens": CACHE, "max_running_requests": 4}
+        | (arguments or {}),
     )
     engine.load(learner.publish())
     try:
