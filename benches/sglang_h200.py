@@ -35,7 +35,7 @@ HIDDEN, LAYERS, EXPERTS, TOP_K, WIDTH, HEADS, KV_HEADS, HEAD, VOCABULARY = 1024,
 PROFILE, SCALE = "nvfp4-exact", 64.0
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, positions: int = 40960) -> None:
     """A random Qwen3-MoE of about 0.9 B parameters, BF16."""
     from safetensors.torch import save_file
 
@@ -55,7 +55,7 @@ def write_model(folder: Path) -> None:
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "max_position_embeddings": 40960,
+        "max_position_embeddings": positions,
         "rope_theta": 1e6,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
@@ -169,6 +169,13 @@ def start(mode: str, work: Path, batch: int, context: int, tokens: int):
     )
 
 
+def children(pid: int) -> list:
+    """The processes below `pid`."""
+    import psutil
+
+    return psutil.Process(pid).children(recursive=True)
+
+
 def memory(pid: int) -> dict[str, float]:
     """Resident MB of the processes below `pid`, by name."""
     import psutil
@@ -258,16 +265,14 @@ class Engines:
 
     def close(self) -> None:
         """End every process, with its children."""
-        import psutil
-
         for mode, process in self.processes.items():
-            children = psutil.Process(process.pid).children(recursive=True) if process.is_alive() else []
+            below = children(process.pid) if process.is_alive() else []
             try:
                 self.pipes[mode].send(None)
             except OSError:
                 pass
             process.join(15)
-            for one in children:
+            for one in below:
                 if one.is_running():
                     one.kill()
             process.kill()

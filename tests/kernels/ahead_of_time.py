@@ -25,7 +25,8 @@ TYPES = dict(
     values_ptr="*bf16", out_ptr="*bf16", slots_ptr="*i64", n_blocks="i32", blocks_per_scale="i32", four_bits="i32",
     blocks_per_token="i32", page="i32", n_groups="i32", groups_per_row="i32", width="i32", length="i32",
     low_width="i32", q_ptr="*bf16", kc_ptr="*i32", ks_ptr="*u8", vc_ptr="*i32", vs_ptr="*u8", table_ptr="*i32",
-    length_ptr="*i32", lse_ptr="*fp32", factor="fp32", table_stride="i32", n_splits="i32", split_tokens="i32",
+    rows_ptr="*i64", length_ptr="*i32", lse_ptr="*fp32", factor="fp32", table_stride="i32", n_splits="i32",
+    split_tokens="i32",
 )  # fmt: skip
 
 
@@ -41,14 +42,15 @@ def shared(profile: str, rows: int) -> dict:
 def sources(name: str):
     """(kernel, constexprs, types) of `quantize:PROFILE:BITS`, `guided:PROFILE:BITS` (`floor-guided:...` in codes),
     `kv:PROFILE:LAYOUT` (each also as `partial-...`: rows with a short last block), `eight:KIND:BITS` or
-    `attention:DECODE:TILE`."""
+    `attention:DECODE:TILE` (`slots-...`: by slots of tokens)."""
     if name.startswith("partial-"):
         kernel, options, types = sources(name.removeprefix("partial-"))
         return kernel, options | dict(PARTIAL=True, PAIRS=False), types | dict(packed_ptr="*u8", low_ptr="*u8")
     floor = name.startswith("floor-")
-    kind, profile, n = name.removeprefix("floor-").split(":")
+    kind, profile, n = name.removeprefix("floor-").removeprefix("slots-").split(":")
     if kind == "attention":
-        options = dict(HEADS=4, GROUP=8, ROWS=8, D=128, PAGE=64, TILE=int(n), DECODE=profile)
+        options = dict(HEADS=4, GROUP=8, ROWS=8, D=128, PAGE=64, TILE=int(n), DECODE=profile,
+                       SLOTS=name.startswith("slots-"))  # fmt: skip
         return lanes_split_kernel, options, TYPES | dict(out_ptr="*fp32")
     if kind == "eight":
         options = dict(ROWS=1, CHUNK=4096, KIND=profile, TRUNCATE=False, BITS=int(n), OPEN=False, CODES=n == "0",
@@ -80,7 +82,7 @@ def report(name: str) -> dict:
     }
     source = ASTSource(kernel, signature, constexprs={(kernel.arg_names.index(k),): v for k, v in constexprs.items()},
                        attrs=aligned)  # fmt: skip
-    attention = name.startswith("attention")
+    attention = "attention:" in name
     options = dict(num_warps=4 if name.startswith("eight") else 1, enable_fp_fusion=attention)
     if attention:
         options["num_stages"] = 2

@@ -78,7 +78,10 @@ def test_eight_bit_code_for_hopper():
 
 @pytest.mark.parametrize(
     "names",
-    [["attention:e4m3:32"], pytest.param(["attention:e4m3:64", "attention:shift:32"], marks=pytest.mark.long)],
+    [
+        ["attention:e4m3:32", "slots-attention:e4m3:32"],
+        pytest.param(["attention:e4m3:64", "attention:shift:32"], marks=pytest.mark.long),
+    ],
     ids=["default", "others"],
 )
 def test_attention_code_for_hopper(names):

@@ -28,7 +28,7 @@ def problem(device, batch, heads, group, d, page, pages, seed=0):
     return q, pools, values, table
 
 
-def run_op(q, pools, table, lengths, page, longest):
+def run_op(q, pools, table, lengths, page, longest, rows=None):
     return fp4_decode_attention(
         q,
         *pools,
@@ -39,6 +39,7 @@ def run_op(q, pools, table, lengths, page, longest):
         k_global_scale=512.0,
         v_global_scale=300.0,
         max_length=longest,
+        rows=rows,
     )
 
 
@@ -63,6 +64,25 @@ def test_equals_float64(device, heads, group, d, page):
     want = module.reference_attention(q, *rows, lengths, d**-0.5)
     assert ((got - want).norm() / want.norm()).item() < 1e-3
     assert (got[1] == 0).all() and got.isfinite().all()
+
+
+@pytest.mark.parametrize("page", [1, 16, 64])
+def test_slots_of_an_engines_own_table(device, page):
+    """`rows`: the table of an engine, a slot a token, sequences in any of its rows and shorter than the launch allows;
+    int64 lengths, as SGLang has them. The same launch serves one token and all of them."""
+    longest, d = 576, 128
+    q, pools, (k, v), pages = problem(device, 4, 2, 4, d, page, longest // page)
+    slots = (pages.long()[:, :, None] * page + torch.arange(page, device=device)).flatten(1).int()
+    table = torch.zeros(9, longest + 5, dtype=torch.int32, device=device)
+    requests = torch.tensor([7, 2, 0, 5], device=device)
+    table[requests, :longest] = slots
+    for lengths in ([570, 0, 129, 1], [1, 64, 33, 576]):
+        lengths = torch.tensor(lengths, device=device)
+        got = run_op(q, pools, table, lengths, page, longest, rows=requests)
+        gathered = [module.gather_pages(t, pages, page, longest) for t in (k, v)]
+        want = module.reference_attention(q, *gathered, lengths, d**-0.5)
+        assert ((got - want).norm() / want.norm()).item() < 1e-3
+        assert (got[lengths == 0] == 0).all() and got.isfinite().all()
 
 
 @pytest.mark.parametrize("variant", [v for v in module.VARIANTS if v != module.VARIANT])

@@ -1,6 +1,7 @@
 """One real engine for all tests: a tiny mixture of experts, with small chunks and a small cache."""
 
 import asyncio
+import contextlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -31,15 +32,22 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def served(tmp_path_factory):
     """The engine, the model behind it, and what helps to ask it."""
+    with serve(tmp_path_factory.mktemp("sglang")) as engine:
+        yield engine
+
+
+@contextlib.contextmanager
+def serve(out, values=None, arguments=None, **more):
+    """An engine in `out`, as `served` has it; `values` for the configuration, `arguments` for the engine, `more` for
+    the plugin's settings."""
     from tracekit.learner.hf import published_tensors, save_hf
     from tracekit.learner.learner import Learner
     from tracekit.rollout.record import make_schema
     from tracekit.rollout.sglang.engine import SGLangEngine
     from tracekit.rollout.sglang.settings import Settings
 
-    out = tmp_path_factory.mktemp("sglang")
-    values = {"rollout.engine": "sglang", "model.n_layers": LAYERS, "model.max_seq_len": CONTEXT}
-    config = tk.load([tk.quickstart()], values)
+    sizes = {"rollout.engine": "sglang", "model.n_layers": LAYERS, "model.max_seq_len": CONTEXT}
+    config = tk.load([tk.quickstart()], sizes | (values or {}))
     learner = Learner(config, VOCABULARY, device=torch.device("cpu"))
     kinds = ("moe_input", "moe_hidden", "k", "v")
     scales = {f"layers.{i}.{kind}": torch.tensor(64.0) for i in range(LAYERS) for kind in kinds}
@@ -51,6 +59,7 @@ def served(tmp_path_factory):
         static_scales={site: float(g) for site, g in scales.items()},
         sites=make_schema(config, scales).sites,
         keep_activations=True,
+        **more,
     )
     engine = SGLangEngine(
         out / "model",
@@ -61,12 +70,15 @@ def served(tmp_path_factory):
         eos_id=EOS,
         context=CONTEXT,
         seed=0,
-        arguments={"chunked_prefill_size": CHUNK, "max_total_tokens": CACHE, "max_running_requests": 4},
+        arguments={"chunked_prefill_size": CHUNK, "max_total_tokens": CACHE, "max_running_requests": 4}
+        | (arguments or {}),
     )
     engine.load(learner.publish())
-    yield SimpleNamespace(engine=engine, settings=settings, learner=learner, scales=scales, folder=out / "guidance")
-    engine.shutdown()
-    for step in (out / "guidance").iterdir():
+    try:
+        yield SimpleNamespace(engine=engine, settings=settings, learner=learner, scales=scales, folder=out / "guidance")
+    finally:
+        engine.shutdown()
+    for step in sorted((out / "guidance").glob("*")):
         reports = verify(step) if list(step.glob("*.tkg*")) else []
         assert all(report["sealed"] for report in reports), f"{step}: the engine ended without sealing it"
 

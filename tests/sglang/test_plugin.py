@@ -1,13 +1,18 @@
 """The plugin and SGLang's own request objects, without an engine."""
 
 import gc
+import os
+import subprocess
+import sys
 from array import array
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
 from tracekit import numerics
+from tracekit.errors import EngineError
 from tracekit.guidance import SiteSpec
 from tracekit.rollout.sglang.capture import Rounder
 from tracekit.rollout.sglang.plugin import Plugin
@@ -66,3 +71,36 @@ def test_sglangs_own_rounding_function_is_hooked(monkeypatch):
     packed, bytes_ = plugin.experts(runner, SimpleNamespace(layer_id=0), SimpleNamespace(hidden_states=x))
     row = plugin.rounder.take(8)
     assert torch.equal(row[:, :32], packed) and torch.equal(row[:, 32:], bytes_.view(torch.uint8))
+
+
+APART = """
+from tracekit.rollout.sglang.plugin import register
+register()
+from sglang.srt.models import qwen3_moe, utils
+from sglang.srt.plugins.hook_registry import HookRegistry
+HookRegistry.apply_hooks()
+for module in (utils, qwen3_moe):
+    assert module.enable_fused_set_kv_buffer(object()) is False, module
+"""
+
+
+def test_models_do_not_write_k_and_v_with_rope():
+    """On CUDA they would, unrounded. What they ask says no, in a module that has imported it before too."""
+    environment = {**os.environ, **Settings(folder="nowhere", kv="nvfp4-exact").to_environment()}
+    done = subprocess.run([sys.executable, "-c", APART], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("call", [((), {"save_kv_cache": False}), ((False,), {})])
+def test_k_and_v_that_are_in_the_cache_already_are_an_error(call):
+    """A model that stores them by another way than the one that is turned off."""
+    settings = Settings(folder="nowhere", kv="nvfp4-exact", static_scales={"layers.0.k": 64.0, "layers.0.v": 64.0})
+    plugin = Plugin(settings)
+    plugin.rounder = Rounder(settings, 8, torch.device("cpu"))
+    layer = SimpleNamespace(layer_id=0, tp_k_head_num=2, tp_v_head_num=2, qk_head_dim=32, v_head_dim=32)
+    x = torch.randn(4, 64).bfloat16()
+    rest, named = call
+    with pytest.raises(EngineError, match="layer 0 writes K and V to the cache before attention"):
+        plugin.attention(layer, x, x, x, object(), *rest, **named)
+    (_, _, k, v, _), _ = plugin.attention(layer, x, x, x, object())
+    assert k.shape == (4, 2, 32) and torch.equal(k, v)

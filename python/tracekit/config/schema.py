@@ -75,6 +75,9 @@ class RolloutConfig:
     servers: list[str] = field(default_factory=list)
     """Addresses of SGLang servers to sample from (`http://host:port`), each started by `tracekit serve` on the run's
     `engine_model`; without any, `sglang` starts an engine itself."""
+    kv_pool: Literal["bf16", "packed"] = "bf16"
+    """What SGLang's cache holds of rounded K and V: their values, or four-bit codes and scales, which take 9/32 of the
+    bytes (`quant.kv = "nvfp4-exact"`)."""
     server_timeout: float = 600
     """Seconds that a server may take to start, to answer a request or to load weights."""
     prompts_per_step: int = 64

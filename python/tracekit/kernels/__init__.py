@@ -8,6 +8,7 @@ from tracekit.kernels.expert_weights import PublishedWeights, fake_quantize_expe
 from tracekit.kernels.fake_quantize import fake_quantize
 from tracekit.kernels.fp4_decode_attention import fp4_decode_attention
 from tracekit.kernels.guided_qdq import guided_qdq
+from tracekit.kernels.kv_rows import load_kv_rows, store_kv_rows
 from tracekit.kernels.kv_write import write_kv
 from tracekit.kernels.low_bits import pack_low_bits, unpack_low_bits
 from tracekit.kernels.quantize_pack import quantize_pack, quantize_pack_into
@@ -24,10 +25,12 @@ __all__ = [
     "guided_from_record",
     "guided_qdq",
     "guided_qdq_e4m3",
+    "load_kv_rows",
     "pack_low_bits",
     "quantize_eight_bit",
     "quantize_pack",
     "quantize_pack_into",
+    "store_kv_rows",
     "unpack_low_bits",
     "write_kv",
 ]

@@ -17,6 +17,13 @@ LOG2_E = 1.4426950408889634
 
 
 @jit
+def split_size(length, n_splits, split_tokens, tile):
+    """Tokens a split: `split_tokens`, or if 0 the sequence's share of `n_splits`, whole tiles and four at least."""
+    own = tl.maximum(((length + n_splits - 1) // n_splits + tile - 1) // tile * tile, 4 * tile)
+    return tl.where(split_tokens > 0, split_tokens, own)
+
+
+@jit
 def _bf16_split_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, out_ptr, lse_ptr, factor, table_stride, n_splits,
     split_tokens, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
@@ -61,12 +68,13 @@ def _bf16_split_kernel(
 
 @jit
 def _merge_kernel(
-    part_ptr, lse_ptr, length_ptr, out_ptr, factor, n_splits, split_tokens,
+    part_ptr, lse_ptr, length_ptr, out_ptr, factor, n_splits, split_tokens, tile,
     ROWS_PER_SEQUENCE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Weigh the splits of one query head by exp2 of their log-sums."""
     row = tl.program_id(0)
-    length = tl.load(length_ptr + row // ROWS_PER_SEQUENCE)
+    length = tl.load(length_ptr + row // ROWS_PER_SEQUENCE).to(tl.int32)
+    split_tokens = split_size(length, n_splits, split_tokens, tile)
     d = tl.arange(0, D)
     top = -float("inf")
     total = 0.0
@@ -112,13 +120,13 @@ def split_buffers(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
 
 
 def launch_merge(
-    q: Tensor, part: Tensor, lse: Tensor, lengths: Tensor, splits: int, tokens: int, factor: float
+    q: Tensor, part: Tensor, lse: Tensor, lengths: Tensor, splits: int, tokens: int, factor: float, tile: int = 1
 ) -> Tensor:
-    """Merge the splits of `tokens` each, times `factor`: [B, Hq, D] in q's dtype."""
+    """Merge the splits, as `split_size` has them, times `factor`: [B, Hq, D] in q's dtype."""
     b, hq, d = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _merge_kernel[(b * hq,)](
-        part, lse, lengths, out, factor, splits, tokens, ROWS_PER_SEQUENCE=hq, D=d, num_warps=1
+        part, lse, lengths, out, factor, splits, tokens, tile, ROWS_PER_SEQUENCE=hq, D=d, num_warps=1
     )  # fmt: skip
     return out
 

@@ -58,21 +58,22 @@ VARIANT = "e4m3-32"  # the fastest of them at 128 k on an H200, within 4 % of it
 @torch.library.custom_op("tracekit::fp4_decode_attention", mutates_args=())
 def _fp4_decode_attention(
     q: Tensor, k_codes: Tensor, k_scales: Tensor, v_codes: Tensor, v_scales: Tensor, table: Tensor, lengths: Tensor,
-    page: int, scale: float, k_global: float, v_global: float, longest: int,
+    page: int, scale: float, k_global: float, v_global: float, longest: int, rows: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    if not runs_triton(q):
-        k, v = (
-            gather_pages(
-                dequantize(unpack_codes(c, q.shape[-1]), s, "nvfp4-exact", g, torch.float64), table, page, longest
-            )
-            for c, s, g in ((k_codes, k_scales, k_global), (v_codes, v_scales, v_global))
-        )
-        return reference_attention(q, k, v, lengths, scale).to(q.dtype)
-    return launch_fp4(q, k_codes, k_scales, v_codes, v_scales, table, lengths, page, scale, k_global, v_global, longest)
+    if runs_triton(q):
+        return launch_fp4(q, k_codes, k_scales, v_codes, v_scales, table, lengths, page, scale, k_global, v_global,
+                          longest, rows=rows)  # fmt: skip
+    table, page = (table, page) if rows is None else (table[rows.long()], 1)
+    table = table[:, : -(-int(lengths.max()) // page)] if len(lengths) else table
+    pools = []
+    for codes, scales, g in ((k_codes, k_scales, k_global), (v_codes, v_scales, v_global)):
+        codes, scales = (gather_pages(t, table, page, longest) for t in (codes, scales))
+        pools.append(dequantize(unpack_codes(codes, q.shape[-1]), scales, "nvfp4-exact", g, torch.float64))
+    return reference_attention(q, *pools, lengths, scale).to(q.dtype)
 
 
 @_fp4_decode_attention.register_fake
-def _(q, k_codes, k_scales, v_codes, v_scales, table, lengths, page, scale, k_global, v_global, longest):
+def _(q, k_codes, k_scales, v_codes, v_scales, table, lengths, page, scale, k_global, v_global, longest, rows=None):
     return torch.empty_like(q)
 
 
@@ -88,14 +89,16 @@ def decoding(v: Variant, q: Tensor) -> str:
 def launch_fp4(
     q: Tensor, k_codes: Tensor, k_scales: Tensor, v_codes: Tensor, v_scales: Tensor, table: Tensor, lengths: Tensor,
     page: int, scale: float, k_global: float, v_global: float, longest: int, variant: str = VARIANT,
-    splits: tuple[int, int] | None = None,
+    splits: tuple[int, int] | None = None, rows: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Start the kernels; `splits` is (number, tokens each, whole tiles), chosen by size if absent."""
+    """Start the kernels; `splits` is (number, tokens each, whole tiles), chosen by size if absent. With `rows` (see
+    `fp4_decode_attention`) each sequence splits its own length, so that a launch fits all lengths."""
     v = VARIANTS[variant]
     b, hq, d = q.shape
     heads = k_codes.shape[1]
     group = hq // heads
     n, tokens = splits or choose_splits(b, heads, longest, v.resident * processors(q), v.tile)
+    tokens = tokens if rows is None else 0
     part, lse = split_buffers(q, n)
     decode = decoding(v, q)
     code_factor = STAGED_FACTOR if decode == "staged" else CODE_FACTOR[decode]
@@ -103,13 +106,17 @@ def launch_fp4(
     if factor < 0:  # a maximum of scores times the factor has to be the factor times their maximum
         q, factor = -q, -factor
     pools = (k_codes.view(torch.int32), k_scales, v_codes.view(torch.int32), v_scales)
-    args = (q.contiguous(), *pools, table, lengths, part, lse, factor, table.stride(0), n, tokens)
+    table = (table,) if v.decode == "staged" else (table, lengths if rows is None else rows)
+    args = (q.contiguous(), *pools, *table, lengths, part, lse, factor, table[0].stride(0), n, tokens)
     options = dict(HEADS=heads, GROUP=group, D=d, PAGE=page, TILE=v.tile, num_warps=v.warps, num_stages=v.stages)
     if decode == "staged":
+        if rows is not None:
+            raise ConfigError(f"variant {variant} takes a table of pages, not one of slots (rows)")
         staged_split_kernel[(b * heads, n)](*args, ASSEMBLY=not INTERPRET, **options)
     else:
-        lanes_split_kernel[(b * heads, n)](*args, ROWS=max(8, 1 << (group - 1).bit_length()), DECODE=decode, **options)
-    return launch_merge(q, part, lse, lengths, n, tokens, code_factor / v_global)
+        group_rows = max(8, 1 << (group - 1).bit_length())
+        lanes_split_kernel[(b * heads, n)](*args, ROWS=group_rows, DECODE=decode, SLOTS=rows is not None, **options)
+    return launch_merge(q, part, lse, lengths, n, tokens, code_factor / v_global, v.tile)
 
 
 def fp4_decode_attention(
@@ -126,18 +133,22 @@ def fp4_decode_attention(
     k_global_scale: float,
     v_global_scale: float,
     max_length: int,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query a sequence over an nvfp4-exact pool: [B, Hq, D], in q's dtype.
 
     q [B, Hq, D] (fp16 or bf16; values must fit fp16), Hq a multiple of Hkv; codes u8 [slots, Hkv, D/2] and scales u8
     [slots, Hkv, D/16] as `quantize_pack` writes them; page_table int32 [B, pages] of page numbers, a page being
-    `page_size` consecutive slots; lengths int32 [B], at most `max_length` (which fixes the launch: pass the same
-    value inside a CUDA graph). A sequence of length 0 gives zeros. D must be a multiple of 128.
+    `page_size` consecutive slots; lengths int32 or int64 [B], at most `max_length` (which fixes the launch: pass the
+    same value inside a CUDA graph). A sequence of length 0 gives zeros. D must be a multiple of 128, of 16 on a CPU.
+
+    With `rows`, int [B], `page_table` is int32 [requests, tokens] of slots, one a token, in whole pages, and sequence b
+    has row rows[b] of it: an engine's own table, read where it is, by one launch for all lengths.
     """
     b, hq, d = q.shape
     slots, heads, _ = k_codes.shape
     p = profile_info("nvfp4-exact")
-    if d % 128 or hq % heads:
+    if d % (128 if runs_triton(q) else p.block) or hq % heads:
         raise ConfigError(f"decode attention takes heads of 128 n channels in whole groups, not {hq}/{heads} x {d}")
     for name, t, width in (
         ("k_codes", k_codes, d // 2),
@@ -149,5 +160,5 @@ def fp4_decode_attention(
             raise ConfigError(f"{name} must be contiguous {(slots, heads, width)}, not {tuple(t.shape)}")
     return _fp4_decode_attention(
         q, k_codes, k_scales, v_codes, v_scales, page_table, lengths, page_size, softmax_scale, k_global_scale,
-        v_global_scale, max_length,
+        v_global_scale, max_length, rows,
     )  # fmt: skip

@@ -8,19 +8,30 @@ pages are whole tiles too (`PAGE % TILE == 0`), a tile has one page number, load
 from __future__ import annotations
 
 from tracekit.kernels._triton import jit, tl
+from tracekit.kernels.decode_attention import split_size
 from tracekit.kernels.fp4_expand import expand_keys, expand_values, key_channels, value_channels
 
 
 @jit
+def _page_of(table_ptr, n, PAGE: tl.constexpr, SLOTS: tl.constexpr):
+    """Page number of token n, a scalar: the table has one a page, or the slot of each token."""
+    if SLOTS:
+        return tl.load(table_ptr + n) // PAGE
+    else:
+        return tl.load(table_ptr + n // PAGE)
+
+
+@jit
 def _rows_of(n, last, number, table_ptr, head, HEADS: tl.constexpr, PAGE: tl.constexpr, WHOLE: tl.constexpr,
-             MASKED: tl.constexpr):  # fmt: skip
+             SLOTS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Rows of the pool that hold tokens n of one head: page `number` if a tile is within a page, else by the table."""
     if WHOLE:
         return (number.to(tl.int64) * PAGE + n % PAGE) * HEADS + head
-    elif MASKED:
-        return (tl.load(table_ptr + n // PAGE, mask=n < last, other=0).to(tl.int64) * PAGE + n % PAGE) * HEADS + head
     else:
-        return (tl.load(table_ptr + n // PAGE).to(tl.int64) * PAGE + n % PAGE) * HEADS + head
+        at = table_ptr + (n if SLOTS else n // PAGE)
+        entry = tl.load(at, mask=n < last, other=0) if MASKED else tl.load(at)
+        slot = entry.to(tl.int64) if SLOTS else entry.to(tl.int64) * PAGE + n % PAGE
+        return slot * HEADS + head
 
 
 @jit
@@ -41,18 +52,18 @@ def _load(codes_ptr, scales_ptr, row, ok, D: tl.constexpr, MASKED: tl.constexpr)
 def _tile(
     q, top, total, acc, start, last, number, factor, kc_ptr, ks_ptr, vc_ptr, vs_ptr, table_ptr, head,
     HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, DECODE: tl.constexpr,
-    MASKED: tl.constexpr,
+    SLOTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Attend to tokens [start, min(start + TILE, last)): the new (top [ROWS], total [TILE, ROWS], acc [D, ROWS])."""
     WHOLE: tl.constexpr = PAGE % TILE == 0
     n = start + tl.arange(0, TILE)
     even = start + 2 * tl.arange(0, TILE // 2)
-    row = _rows_of(n, last, number, table_ptr, head, HEADS, PAGE, WHOLE, MASKED)
-    even_row = _rows_of(even, last, number, table_ptr, head, HEADS, PAGE, WHOLE, MASKED)
+    row = _rows_of(n, last, number, table_ptr, head, HEADS, PAGE, WHOLE, SLOTS, MASKED)
+    even_row = _rows_of(even, last, number, table_ptr, head, HEADS, PAGE, WHOLE, SLOTS, MASKED)
     if PAGE % 2 == 0:
         odd_row = even_row + HEADS
     else:
-        odd_row = _rows_of(even + 1, last, number, table_ptr, head, HEADS, PAGE, WHOLE, MASKED)
+        odd_row = _rows_of(even + 1, last, number, table_ptr, head, HEADS, PAGE, WHOLE, SLOTS, MASKED)
     word, byte = _load(kc_ptr, ks_ptr, row, n < last, D, MASKED)
     even_word, even_byte = _load(vc_ptr, vs_ptr, even_row, even < last, D, MASKED)
     odd_word, odd_byte = _load(vc_ptr, vs_ptr, odd_row, even + 1 < last, D, MASKED)
@@ -69,16 +80,21 @@ def _tile(
 
 @jit
 def lanes_split_kernel(
-    q_ptr, kc_ptr, ks_ptr, vc_ptr, vs_ptr, table_ptr, length_ptr, out_ptr, lse_ptr, factor, table_stride, n_splits,
-    split_tokens, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, DECODE: tl.constexpr,
+    q_ptr, kc_ptr, ks_ptr, vc_ptr, vs_ptr, table_ptr, rows_ptr, length_ptr, out_ptr, lse_ptr, factor, table_stride,
+    n_splits, split_tokens, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, DECODE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """One (sequence, KV head, split); `factor` > 0, and split_tokens is whole tiles."""
+    """One (sequence, KV head, split); `factor` > 0, and split_tokens is whole tiles or 0 (`split_size`). With SLOTS the
+    sequence has row `rows_ptr[sequence]` of the table, which holds slots of tokens."""
     sequence = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     split = tl.program_id(1)
-    table_ptr += sequence * table_stride
-    length = tl.load(length_ptr + sequence)
+    if SLOTS:
+        table_ptr += tl.load(rows_ptr + sequence).to(tl.int64) * table_stride
+    else:
+        table_ptr += sequence * table_stride
+    length = tl.load(length_ptr + sequence).to(tl.int32)
+    split_tokens = split_size(length, n_splits, split_tokens, TILE)
     first = split * split_tokens
     last = tl.minimum(first + split_tokens, length)
     g = tl.arange(0, ROWS)
@@ -91,15 +107,15 @@ def lanes_split_kernel(
     acc = tl.zeros((D, ROWS), tl.float32)
     if first < length:
         whole = first + (last - first) // TILE * TILE
-        number = tl.load(table_ptr + first // PAGE)
+        number = _page_of(table_ptr, first, PAGE, SLOTS)
         for start in range(first, whole, TILE):
-            following = tl.load(table_ptr + tl.minimum(start + TILE, length - 1) // PAGE)
+            following = _page_of(table_ptr, tl.minimum(start + TILE, length - 1), PAGE, SLOTS)
             top, total, acc = _tile(q, top, total, acc, start, last, number, factor, kc_ptr, ks_ptr, vc_ptr, vs_ptr,
-                                    table_ptr, head, HEADS, D, PAGE, TILE, DECODE, False)  # fmt: skip
+                                    table_ptr, head, HEADS, D, PAGE, TILE, DECODE, SLOTS, False)  # fmt: skip
             number = following
         if whole < last:
             top, total, acc = _tile(q, top, total, acc, whole, last, number, factor, kc_ptr, ks_ptr, vc_ptr, vs_ptr,
-                                    table_ptr, head, HEADS, D, PAGE, TILE, DECODE, True)  # fmt: skip
+                                    table_ptr, head, HEADS, D, PAGE, TILE, DECODE, SLOTS, True)  # fmt: skip
         sums = tl.sum(total, axis=0)
         part = row * n_splits + split
         at = part[None, :] * D + value_channels(D)[:, None]

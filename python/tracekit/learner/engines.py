@@ -68,6 +68,7 @@ def _sglang(config, run, learner, tokenizer, weights, static_scales):
         folder=str(run.guidance.resolve()),
         experts=None if config.quant.experts == "none" else config.quant.experts,
         kv=None if config.quant.kv == "none" else config.quant.kv,
+        kv_pool=config.rollout.kv_pool,
         static_scales={site: float(g) for site, g in (static_scales or {}).items()},
         sites=make_schema(config, static_scales).sites,
         encoding=config.guidance.encoding,

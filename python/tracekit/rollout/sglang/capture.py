@@ -46,6 +46,11 @@ class Rounder:
 
     def round(self, site: str, x: Tensor, profile: str) -> Tensor:
         """`x` [T, K] or [T, heads, K] rounded under `profile`, as a new tensor of its type; recorded if it is to be."""
+        return self.round_to_codes(site, x, profile)[0]
+
+    def round_to_codes(self, site: str, x: Tensor, profile: str) -> tuple[Tensor, Tensor, Tensor]:
+        """`round`, with the codes u8 [..., K/2] and scales u8 [..., K/block] of it; both may be written again by the
+        next forward."""
         info = profile_info(profile)
         values = torch.empty_like(x, memory_format=torch.contiguous_format)
         scales = x.new_empty((*x.shape[:-1], x.shape[-1] // info.block), dtype=torch.uint8)
@@ -70,7 +75,7 @@ class Rounder:
             values=values,
         )
         self._complete(site, len(x))
-        return values
+        return values, packed, scales
 
     def keep(self, site: str, x: Tensor, packed: Tensor, scales: Tensor) -> None:
         """Record what the engine rounded itself, if `site` is recorded: `x` [T, K], codes u8 [T, K/2], element 2j in

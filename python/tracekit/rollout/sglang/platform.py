@@ -7,6 +7,9 @@ import os
 
 import torch
 
+from tracekit.rollout.sglang.packed_pool import pool_class
+from tracekit.rollout.sglang.settings import Settings
+
 VARIABLE = "TRACEKIT_SGLANG_CPU"
 """Set to 1 by the client for engines on a CPU; the platform stays away otherwise."""
 
@@ -51,7 +54,12 @@ def __getattr__(name: str):
 def _mha_kv_pool(_platform: object) -> type:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    return MHATokenToKVPool
+    settings = Settings.from_environment()
+    if settings is None or settings.kv_pool != "packed":
+        return MHATokenToKVPool
+    pool = pool_class()
+    pool.static_scales = settings.static_scales
+    return pool
 
 
 def _paged_allocator(_platform: object):

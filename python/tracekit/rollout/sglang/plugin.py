@@ -10,6 +10,8 @@ checks that the others are in place and stops the engine otherwise.
 | `quantize_hidden_states_fp4`, after (`native`) | experts that round their own input: their codes are recorded |
 | `SiluAndMul.forward_native` or the runners' `silu_and_mul`, after | the second GEMM's input is rounded |
 | `RadixAttention.forward`, before | K and V are rounded before attention and cache see them |
+| `enable_fused_set_kv_buffer`, replaced | on CUDA, models would write K and V to the cache with RoPE, unrounded |
+| `_build_mha_kv_pool`, `_compute_cell_size`, around | the packed cache is built, and its size known (`kv_pool`) |
 | `ModelRunner.init_routed_experts_capturer`, after | buffers exist before any CUDA graph is captured |
 | `ModelRunner.forward`, after | a forward's rows travel on the engine's own copy stream |
 | `_maybe_collect_routed_experts`, around | a finished request's rows are gathered while it holds its slots |
@@ -30,13 +32,15 @@ from tracekit.rollout.sglang.capture import Rounder
 from tracekit.rollout.sglang.handover import Finished, Handover, seal_at_end
 from tracekit.rollout.sglang.native import NativeCodes
 from tracekit.rollout.sglang.platform import use_plain_memory
-from tracekit.rollout.sglang.refusals import refuse_cut_blocks, refuse_unsupported
+from tracekit.rollout.sglang.refusals import refuse_cut_blocks, refuse_packed, refuse_unsupported
 from tracekit.rollout.sglang.settings import Settings
 from tracekit.rollout.sglang.stopwatch import Stopwatch
 from tracekit.rollout.sglang.store import Found, SlotStore
 
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
@@ -51,6 +55,8 @@ class Plugin:
         self.targets: list[str] = []
         self.version = 0
         self.native: NativeCodes | None = None
+        self.pool: object | None = None
+        """The cache, if it is packed."""
         self._inside: int | None = None
         """Layer whose experts run now."""
         self._kept: WeakKeyDictionary[object, Found] = WeakKeyDictionary()
@@ -69,6 +75,9 @@ class Plugin:
         args = runner.server_args
         refuse_unsupported(args)
         refuse_cut_blocks(self.settings, runner.model_config.hf_config, args)
+        if self.settings.kv_pool == "packed":
+            refuse_packed(self.settings, runner)
+            self.pool = runner.token_to_kv_pool
         self.settings = self.settings.share(*_rank(runner))
         tokens = max(args.max_prefill_tokens or 0, args.chunked_prefill_size or 0, runner.max_running_requests or 0, 1)
         slots = runner.max_total_num_tokens + (runner.page_size or 1) + tokens
@@ -123,13 +132,20 @@ class Plugin:
         """Before `RadixAttention.forward`: its arguments, with K and V rounded."""
         profile = self.settings.kv
         if profile is not None and self.rounder is not None and k is not None:
-            k, v = (
-                self.rounder.round(f"layers.{layer.layer_id}.{name}", x.reshape(-1, heads, width), profile)
+            if not named.get("save_kv_cache", rest[1] if len(rest) > 1 else True):
+                raise EngineError(
+                    f"tracekit: layer {layer.layer_id} writes K and V to the cache before attention, unrounded\n"
+                    'this model stores them itself: set quant.kv = "none"'
+                )
+            (k, *k_rows), (v, *v_rows) = (
+                self.rounder.round_to_codes(f"layers.{layer.layer_id}.{name}", x.reshape(-1, heads, width), profile)
                 for name, x, heads, width in (
                     ("k", k, layer.tp_k_head_num, layer.qk_head_dim),
                     ("v", v, layer.tp_v_head_num, layer.v_head_dim),
                 )
             )
+            if self.pool is not None:
+                self.pool.arriving.put(layer.layer_id, tuple(k_rows), tuple(v_rows))
         return (layer, q, k, v, *rest), named
 
     # -- after a forward
@@ -260,6 +276,23 @@ def register() -> None:
             "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.silu_and_mul", after_runner_hidden, HookType.AFTER
         )
     hook("sglang.srt.layers.radix_attention.RadixAttention.forward", plugin.attention, HookType.BEFORE)
+    if settings.kv_pool == "packed":
+        from tracekit.rollout.sglang.packed_attention import replace_backends
+        from tracekit.rollout.sglang.packed_pool import packed_bytes, pool_class
+
+        def around_pool(build, configurator, **named):
+            pool = pool_class()
+            pool.static_scales = settings.static_scales
+            return build(configurator, **{**named, "mha_pool_class": pool})
+
+        def around_size(count, *args, **named):
+            return packed_bytes(count(*args, **named))
+
+        hook(f"{CONFIGURATOR}._build_mha_kv_pool", around_pool, HookType.AROUND)
+        hook(f"{SIZES}._compute_cell_size", around_size, HookType.AROUND)
+        replace_backends()
+    if settings.kv is not None:
+        hook("sglang.srt.models.utils.enable_fused_set_kv_buffer", lambda *_, **__: False, HookType.REPLACE)
     hook(
         f"{RUNNER}.forward",
         lambda out, runner, batch, *_args, **_named: plugin.forward(out, runner, batch),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from tracekit.errors import EngineError
 from tracekit.numerics import profile_info
 from tracekit.rollout.sglang.settings import Settings
@@ -49,3 +51,35 @@ def refuse_cut_blocks(settings: Settings, model: object, args: object) -> None:
             f"tracekit: {ranks} ranks cut the experts' {width} hidden values between blocks of {block}; "
             f"choose tp_size so that {block} divides each rank's share, or ep_size = tp_size"
         )
+
+
+def refuse_packed(settings: Settings, runner: object) -> None:
+    """Raise EngineError where the packed cache would not be read, or not be read right."""
+    from tracekit.rollout.sglang.packed_attention import BACKENDS
+    from tracekit.rollout.sglang.packed_pool import PROFILE, pool_class
+
+    def refuse(what: str, todo: str) -> None:
+        raise EngineError(f'tracekit: kv_pool = "packed" does not take {what}\n{todo}, or use kv_pool = "bf16"')
+
+    args, pool = runner.server_args, runner.token_to_kv_pool
+    if settings.kv != PROFILE:
+        refuse(f"quant.kv = {settings.kv}", f"set quant.kv = {PROFILE}")
+    if not isinstance(pool, pool_class()):
+        refuse(f"a model whose cache is {type(pool).__name__}", "use a model with plain attention in every layer")
+    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        if getattr(args, name, None) not in (None, *BACKENDS):
+            refuse(f"{name} {getattr(args, name)}", f"use one of {', '.join(BACKENDS)}")
+    if getattr(args, "enable_deterministic_inference", False):
+        refuse("enable_deterministic_inference", "leave it out")
+    on_gpu = torch.device(runner.device).type == "cuda"
+    if on_gpu and pool.head_dim % 128:
+        refuse(f"heads of {pool.head_dim} values on a GPU", "its kernel needs multiples of 128")
+    for layer in runner.model.modules():
+        if type(layer).__name__ != "RadixAttention":
+            continue
+        for name in (f"layers.{layer.layer_id}.k", f"layers.{layer.layer_id}.v"):
+            if name not in settings.static_scales:
+                refuse(f"{name} without a static scale", "put its encode scale into static_scales")
+        window = layer.sliding_window_size
+        if layer.logit_cap or (window is not None and window > -1) or layer.qk_head_dim != layer.v_head_dim:
+            refuse(f"layer {layer.layer_id}'s logit cap, window or unequal heads", "use a model without them")

@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tracekit.errors import ConfigError
 from tracekit.guidance import GuidanceSchema, SiteSpec
@@ -28,6 +28,8 @@ class Settings:
     """Profile of the routed experts' activations (both GEMMs); None leaves them alone. Weights arrive rounded."""
     kv: str | None = None
     """Profile of K (after RoPE) and V, rounded before attention and cache see them; None leaves them alone."""
+    kv_pool: Literal["bf16", "packed"] = "bf16"
+    """What the cache holds of rounded K and V: their values, or codes and scales (nvfp4-exact)."""
     static_scales: dict[str, float] = field(default_factory=dict)
     """Encode scale of every rounded site, recorded or not, for profiles that have one."""
     sites: list[SiteSpec] = field(default_factory=list)
