@@ -23,6 +23,11 @@ from tracekit.errors import ConfigError
             {"quant.forward": "hardware"},
             "multiplies eight-bit codes, not nvfp4-exact; set quant.experts to fp8",
         ),
+        ({"rollout.kv_pool": "packed"}, "rollout.kv_pool is of SGLang's cache"),
+        (
+            {"rollout.kv_pool": "packed", "rollout.engine": "sglang", "quant.kv": "mxfp4-rceil"},
+            "holds quant.kv = \"nvfp4-exact\", not 'mxfp4-rceil'",
+        ),
         (
             {"quant.experts": "int8", "guidance.bits": 0, "rollout.engine": "sglang"},
             "the SGLang plugin rounds to four bits",

@@ -8,8 +8,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tracekit.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from tracekit.rollout.sglang.settings import Settings
 
 USAGE = """\
 usage: tracekit serve MODEL [--settings FILE] [--host HOST] [--port PORT] [SGLang's own flags ...]
@@ -59,7 +63,7 @@ def command(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         path = Path(rest[at + 1])
         del rest[at : at + 2]
     settings = Settings.load(path)
-    flags, environment = server_flags(), settings.to_environment()
+    flags, environment = server_flags(settings), settings.to_environment()
     if (model / "tokenizer.json").is_file():
         del flags["--skip-tokenizer-init"]  # text prompts can be served too
         if json.loads((model / "config.json").read_text()).get("max_position_embeddings", WARMUP) < WARMUP:
@@ -72,14 +76,14 @@ def command(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *ours, *rest], environment
 
 
-def server_flags() -> dict[str, str]:
+def server_flags(settings: Settings) -> dict[str, str]:
     """SGLang's flags; an empty value is a switch."""
     import torch
 
     from tracekit.rollout.sglang.engine import engine_options
 
     flags = {}
-    for name, value in engine_options().items():
+    for name, value in engine_options(settings).items():
         if value is not False:
             flags["--" + name.replace("_", "-")] = "" if value is True else str(value)
     if torch.cuda.is_available():

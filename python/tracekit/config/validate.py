@@ -182,7 +182,11 @@ def _sglang(config: Config) -> None:
     if config.rollout.engine != "sglang":
         if config.rollout.servers:
             raise ConfigError('rollout.servers are SGLang servers: set rollout.engine = "sglang"')
+        if config.rollout.kv_pool == "packed":
+            raise ConfigError('rollout.kv_pool is of SGLang\'s cache: set rollout.engine = "sglang"')
         return
+    if config.rollout.kv_pool == "packed" and config.quant.kv != "nvfp4-exact":
+        raise ConfigError(f'rollout.kv_pool = "packed" holds quant.kv = "nvfp4-exact", not {config.quant.kv!r}')
     for url in config.rollout.servers:
         if not re.fullmatch(r"https?://[^/\s]+/?", url):
             raise ConfigError(f"rollout.servers: {url!r} is not an address such as http://127.0.0.1:30000")

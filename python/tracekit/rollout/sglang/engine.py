@@ -65,7 +65,7 @@ class SGLangEngine:
             "context_length": context,
             "random_seed": seed,
             "custom_sigquit_handler": process.ended_at_start,
-            **engine_options(),
+            **engine_options(settings),
             **(arguments or {}),
         }
         start = time.monotonic()
@@ -265,8 +265,9 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def engine_options() -> dict[str, Any]:
+def engine_options(settings: Settings) -> dict[str, Any]:
     """Arguments of `sglang.Engine` that capture needs or that suit this machine."""
+    packed = settings.kv_pool == "packed" and torch.cuda.is_available()
     return {
         "skip_tokenizer_init": True,
         "grammar_backend": "none",
@@ -274,6 +275,7 @@ def engine_options() -> dict[str, Any]:
         "enable_return_routed_experts": True,
         "log_level": "warning",
         **(_cpu_options() if not torch.cuda.is_available() else {"attention_backend": "triton"}),
+        **({"page_size": 64, "cuda_graph_backend_prefill": "disabled"} if packed else {}),
     }
 
 
