@@ -20,6 +20,8 @@ from tracekit.rollout.sglang.settings import Settings
         ("moe_a2a_backend", "deepep"),
         ("pp_size", 2),
         ("dp_size", 2),
+        ("dcp_size", 2),
+        ("attn_cp_size", 2),
         ("kv_cache_dtype", "fp8_e4m3"),
         ("kv_cache_dtype", "fp4_mx_block16"),
         ("enable_return_routed_experts", False),

@@ -7,6 +7,8 @@ values of the cached prefix's rows.
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,10 @@ from tracekit.errors import EngineError
 from tracekit.kernels import fp4_decode_attention
 
 BACKENDS = ("triton", "torch_native")
+BARRIER = "SGLANG_FORCE_COARSE_WAR_BARRIER"
+"""SGLang lets its scheduler write to the table of slots as soon as a decode graph's metadata are prepared: its own
+backends have copied what they need by then. Decode here reads the table itself, in every layer, so the scheduler's
+writes wait for the whole forward, as they do for every forward without a graph."""
 
 
 def replace_backends() -> None:
@@ -21,6 +27,20 @@ def replace_backends() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     ATTENTION_BACKENDS.update({"triton": _triton, "torch_native": _native})
+
+
+def hold_table() -> None:
+    """Have this scheduler leave the table of slots alone until a forward has read it; `BARRIER` = 0 overrules."""
+    os.environ.setdefault(BARRIER, "1")
+
+
+def refuse_other_readers(runner: object) -> None:
+    """Raise EngineError if the engine chose attention that cannot read the packed cache."""
+    if runner.token_to_kv_pool.reader is None:
+        raise EngineError(
+            f"tracekit: {type(runner.attn_backend).__name__} cannot read the packed cache\n"
+            f'start the engine with --attention-backend {BACKENDS[0]}, or use kv_pool = "bf16"'
+        )
 
 
 def decode(backend: object, q: Tensor, layer: object, batch: object, longest: int) -> Tensor:
@@ -42,7 +62,24 @@ def decode(backend: object, q: Tensor, layer: object, batch: object, longest: in
     return out.reshape(len(out), -1)
 
 
+class _OwnKeys:
+    """Prefill of layers that have K and V of their own: another layer's would be looked for among selected rows."""
+
+    def forward_extend(self, q, k, v, layer, forward_batch, *rest, **named):
+        _refuse_shared(layer, k)
+        return super().forward_extend(q, k, v, layer, forward_batch, *rest, **named)
+
+
+def _refuse_shared(layer: object, k: Tensor | None) -> None:
+    if k is None:
+        raise EngineError(
+            f"tracekit: layer {layer.layer_id} attends to another layer's K and V; the packed cache gives a layer its "
+            'own\nuse kv_pool = "bf16"'
+        )
+
+
 def _store(backend: object, k: Tensor, v: Tensor, layer: object, batch: object, save: bool, rest: dict) -> None:
+    _refuse_shared(layer, k)
     unknown = [name for name, value in rest.items() if value is not None]
     if unknown or not save:
         raise EngineError(f"tracekit: layer {layer.layer_id} wants {unknown or ['save_kv_cache=False']} of attention")
@@ -52,7 +89,7 @@ def _store(backend: object, k: Tensor, v: Tensor, layer: object, batch: object, 
 def _native(runner: object) -> object:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    class PackedNative(TorchNativeAttnBackend):
+    class PackedNative(_OwnKeys, TorchNativeAttnBackend):
         """On a CPU: prefill reads the whole pool's values, as SGLang's own reads the whole pool."""
 
         def __init__(self, runner: object) -> None:
@@ -71,7 +108,7 @@ def _native(runner: object) -> object:
 def _triton(runner: object) -> object:
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-    class PackedTriton(TritonAttnBackend):
+    class PackedTriton(_OwnKeys, TritonAttnBackend):
         """Metadata for prefill only; its prefix rows are counted from 0, as `select` has them."""
 
         def __init__(self, runner: object, *rest, **named) -> None:

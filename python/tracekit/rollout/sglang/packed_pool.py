@@ -62,10 +62,18 @@ def pool_class() -> type:
         static_scales: Mapping[str, float]
 
         def _create_buffers(self) -> None:
-            if self.post_capture_active or self.is_quantized_kv_cache or self.dtype != torch.bfloat16:
-                raise EngineError("tracekit: the packed cache takes the place of a plain BF16 one, not of this one")
+            todo = 'use kv_pool = "bf16"'
+            if self.post_capture_active:
+                raise EngineError(
+                    f"tracekit: no packed cache sized after graph capture\n"
+                    f"unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING, or {todo}"
+                )
+            if self.is_quantized_kv_cache or self.dtype != torch.bfloat16:
+                raise EngineError(f"tracekit: the packed cache takes the place of a BF16 one, not {self.dtype}\n{todo}")
             if self.head_dim % BLOCK or self.head_num * self.head_dim % (4 * BLOCK):
-                raise EngineError(f"tracekit: no packed cache of {self.head_num} heads of {self.head_dim} values")
+                raise EngineError(
+                    f"tracekit: no packed cache of {self.head_num} heads of {self.head_dim} values\n{todo}"
+                )
             rows, layers = self.size + self.page_size, range(self.layer_num)
             self.store_dtype = torch.uint8
             self.dq_k_buffer = self.dq_v_buffer = None

@@ -12,6 +12,7 @@ checks that the others are in place and stops the engine otherwise.
 | `RadixAttention.forward`, before | K and V are rounded before attention and cache see them |
 | `enable_fused_set_kv_buffer`, replaced | on CUDA, models would write K and V to the cache with RoPE, unrounded |
 | `_build_mha_kv_pool`, `_compute_cell_size`, around | the packed cache is built, and its size known (`kv_pool`) |
+| `ModelRunner.init_attention_backends`, after | the packed cache has a reader (`kv_pool`) |
 | `ModelRunner.init_routed_experts_capturer`, after | buffers exist before any CUDA graph is captured |
 | `ModelRunner.forward`, after | a forward's rows travel on the engine's own copy stream |
 | `_maybe_collect_routed_experts`, around | a finished request's rows are gathered while it holds its slots |
@@ -76,7 +77,10 @@ class Plugin:
         refuse_unsupported(args)
         refuse_cut_blocks(self.settings, runner.model_config.hf_config, args)
         if self.settings.kv_pool == "packed":
+            from tracekit.rollout.sglang.packed_attention import hold_table
+
             refuse_packed(self.settings, runner)
+            hold_table()
             self.pool = runner.token_to_kv_pool
         self.settings = self.settings.share(*_rank(runner))
         tokens = max(args.max_prefill_tokens or 0, args.chunked_prefill_size or 0, runner.max_running_requests or 0, 1)
@@ -277,7 +281,7 @@ def register() -> None:
         )
     hook("sglang.srt.layers.radix_attention.RadixAttention.forward", plugin.attention, HookType.BEFORE)
     if settings.kv_pool == "packed":
-        from tracekit.rollout.sglang.packed_attention import replace_backends
+        from tracekit.rollout.sglang.packed_attention import refuse_other_readers, replace_backends
         from tracekit.rollout.sglang.packed_pool import packed_bytes, pool_class
 
         def around_pool(build, configurator, **named):
@@ -290,6 +294,7 @@ def register() -> None:
 
         hook(f"{CONFIGURATOR}._build_mha_kv_pool", around_pool, HookType.AROUND)
         hook(f"{SIZES}._compute_cell_size", around_size, HookType.AROUND)
+        hook(f"{RUNNER}.init_attention_backends", lambda _out, runner: refuse_other_readers(runner), HookType.AFTER)
         replace_backends()
     if settings.kv is not None:
         hook("sglang.srt.models.utils.enable_fused_set_kv_buffer", lambda *_, **__: False, HookType.REPLACE)

@@ -28,6 +28,8 @@ def refuse_unsupported(args: object) -> None:
     alone = {
         "pp_size": "other ranks' layers would be recorded as zeros",
         "dp_size": "ranks share buffers",
+        "dcp_size": "a rank's cache has a part of each sequence",
+        "attn_cp_size": "a rank computes a part of each sequence",
     }
     for name, why in alone.items():
         if getattr(args, name, 1) > 1:
@@ -66,20 +68,46 @@ def refuse_packed(settings: Settings, runner: object) -> None:
         refuse(f"quant.kv = {settings.kv}", f"set quant.kv = {PROFILE}")
     if not isinstance(pool, pool_class()):
         refuse(f"a model whose cache is {type(pool).__name__}", "use a model with plain attention in every layer")
-    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        if getattr(args, name, None) not in (None, *BACKENDS):
-            refuse(f"{name} {getattr(args, name)}", f"use one of {', '.join(BACKENDS)}")
+    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    chosen = {getattr(args, name, None): name for name in names}
+    for backend, name in chosen.items():
+        if backend not in (None, *BACKENDS):
+            refuse(f"{name} {backend}", f"use one of {', '.join(BACKENDS)}")
     if getattr(args, "enable_deterministic_inference", False):
         refuse("enable_deterministic_inference", "leave it out")
-    on_gpu = torch.device(runner.device).type == "cuda"
-    if on_gpu and pool.head_dim % 128:
-        refuse(f"heads of {pool.head_dim} values on a GPU", "its kernel needs multiples of 128")
+    if torch.device(runner.device).type == "cuda":
+        if pool.head_dim % 128:
+            refuse(f"heads of {pool.head_dim} values on a GPU", "its kernel needs multiples of 128")
+        if "torch_native" in chosen:
+            refuse("attention_backend torch_native on a GPU", "it would expand the whole cache: use triton")
+    if _captures_prefill():
+        refuse("a CUDA graph for prefill", "start the engine with --cuda-graph-backend-prefill disabled")
     for layer in runner.model.modules():
         if type(layer).__name__ != "RadixAttention":
             continue
         for name in (f"layers.{layer.layer_id}.k", f"layers.{layer.layer_id}.v"):
             if name not in settings.static_scales:
                 refuse(f"{name} without a static scale", "put its encode scale into static_scales")
-        window = layer.sliding_window_size
-        if layer.logit_cap or (window is not None and window > -1) or layer.qk_head_dim != layer.v_head_dim:
-            refuse(f"layer {layer.layer_id}'s logit cap, window or unequal heads", "use a model without them")
+        if (what := _unlike(layer)) is not None:
+            refuse(f"layer {layer.layer_id}'s {what}", "use a model without it")
+
+
+def _unlike(layer: object) -> str | None:
+    """What a `RadixAttention` has beside causal softmax attention over all tokens, if anything."""
+    window = layer.sliding_window_size
+    found = {
+        "logit cap": layer.logit_cap,
+        "window": window is not None and window > -1,
+        "unequal heads": layer.qk_head_dim != layer.v_head_dim,
+        "cross attention": getattr(layer, "is_cross_attention", False),
+        "attention to later tokens": getattr(getattr(layer, "attn_type", None), "value", "decoder") != "decoder",
+        "temperature by length": getattr(layer, "xai_temperature_len", -1) > 0,
+        "scales of K and V": any(getattr(layer, f"{x}_scale_float", None) not in (None, 1.0) for x in "kv"),
+    }
+    return next((what for what, is_so in found.items() if is_so), None)
+
+
+def _captures_prefill() -> bool:
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+
+    return any(check_cuda_graph_backend(Phase.PREFILL, b) for b in Backend.ALL if b != Backend.DISABLED)

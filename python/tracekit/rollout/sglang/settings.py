@@ -45,6 +45,10 @@ class Settings:
     agreed: str = ""
     """In a rank's share the digest of the whole."""
 
+    def __post_init__(self) -> None:
+        if self.kv_pool not in ("bf16", "packed"):
+            raise ConfigError(f'kv_pool must be "bf16" or "packed", not {self.kv_pool!r}')
+
     @property
     def schema(self) -> GuidanceSchema:
         """The datasets' schema; its metadata say under which settings the rows were made."""
