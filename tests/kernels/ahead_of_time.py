@@ -17,7 +17,9 @@ from triton.compiler import ASTSource
 
 from tracekit.kernels import eight_bit, guided_qdq, kv_write, quantize_pack  # noqa: F401  (the modules are looked up below)
 from tracekit.kernels.chains import CHAINS
+from tracekit.kernels.decode_attention import _merge_kernel
 from tracekit.kernels.fp4_decode_lanes import lanes_split_kernel
+from tracekit.kernels.kv_rows import _load_kernel, _store_kernel
 from tracekit.numerics.profiles import profile_info
 
 TYPES = dict(
@@ -41,8 +43,9 @@ def shared(profile: str, rows: int) -> dict:
 
 def sources(name: str):
     """(kernel, constexprs, types) of `quantize:PROFILE:BITS`, `guided:PROFILE:BITS` (`floor-guided:...` in codes),
-    `kv:PROFILE:LAYOUT` (each also as `partial-...`: rows with a short last block), `eight:KIND:BITS` or
-    `attention:DECODE:TILE` (`slots-...`: by slots of tokens)."""
+    `kv:PROFILE:LAYOUT` (each also as `partial-...`: rows with a short last block), `eight:KIND:BITS`,
+    `attention:DECODE:TILE` (`slots-...`: by slots of tokens), `merge:-:TILE`, or `store:-:HEADS` and `load:-:HEADS` of
+    rows of a packed pool."""
     if name.startswith("partial-"):
         kernel, options, types = sources(name.removeprefix("partial-"))
         return kernel, options | dict(PARTIAL=True, PAIRS=False), types | dict(packed_ptr="*u8", low_ptr="*u8")
@@ -52,6 +55,17 @@ def sources(name: str):
         options = dict(HEADS=4, GROUP=8, ROWS=8, D=128, PAGE=64, TILE=int(n), DECODE=profile,
                        SLOTS=name.startswith("slots-"))  # fmt: skip
         return lanes_split_kernel, options, TYPES | dict(out_ptr="*fp32")
+    if kind == "merge":
+        types = dict(part_ptr="*fp32", lse_ptr="*fp32", length_ptr="*i64", out_ptr="*bf16", factor="fp32",
+                     n_splits="i32", split_tokens="i32", tile="i32")  # fmt: skip
+        return _merge_kernel, dict(ROWS_PER_SEQUENCE=32, D=128), types
+    if kind == "store":
+        options = dict(CODES=int(n) * 16, SCALES=int(n) * 2)
+        types = {a: "i32" if a.endswith("words") else "*i32" for a in _store_kernel.arg_names if a not in options}
+        return _store_kernel, options, types | dict(slots_ptr="*i64")
+    if kind == "load":
+        types = dict(codes_ptr="*i32", scales_ptr="*u8", slots_ptr="*i64", out_ptr="*bf16", inverse="fp32", words="i32")
+        return _load_kernel, dict(WIDTH=int(n) * 16, INTERPRET=False), types
     if kind == "eight":
         options = dict(ROWS=1, CHUNK=4096, KIND=profile, TRUNCATE=False, BITS=int(n), OPEN=False, CODES=n == "0",
                        HARDWARE=True, INTERPRET=False)  # fmt: skip

@@ -99,3 +99,17 @@ def test_attention_code_for_hopper(names):
         assert r["spills"] == r["fp64"] == 0, r
         assert 2 < r["loop"] / elements < (3.5 if "e4m3" in r["name"] else 4), r
         assert r["loop_stores"] < elements / 16, r
+
+
+def test_pool_rows_and_merge_for_hopper():
+    """The small kernels around decode attention: no spills, no fp64, and no warp waits for another."""
+    pytest.importorskip("triton")
+    names = ["merge:-:32", "store:-:4", "load:-:4", "load:-:1"]
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, str(PROGRAM), *names], env=env, capture_output=True, text=True)
+    if "ptxas" in done.stderr and "not found" in done.stderr.lower():
+        pytest.skip("triton came without ptxas")
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [r["name"] for r in rows] == names
+    assert all(r["instructions"] > 100 and r["spills"] == r["fp64"] == r["threads_wait"] == 0 for r in rows), rows
