@@ -117,7 +117,19 @@ def test_a_schema_that_cannot_be_written_is_refused_at_once(tmp_path):
     for schema, why in (
         (GuidanceSchema(sites=SCHEMA.sites, user={"a": "x" * (1 << 20)}), "at most 1 MiB"),
         (GuidanceSchema(sites=[SiteSpec(name="a", width=8, block=0)]), "'a': block is 0"),
+        (GuidanceSchema(sites=[SiteSpec(name="a", width=8, block=0, encoding="compact")]), "'a': block is 0"),
+        (
+            GuidanceSchema(sites=[SiteSpec(name="a", width=2048, profile="nvfp4-4over6", encoding="low2")]),
+            "'a': low2 cannot hold nvfp4-4over6: its scale rule has two branches\nuse lossless",
+        ),
+        (
+            GuidanceSchema(sites=[SiteSpec(name="a", width=2048, profile="mine", encoding="compact")]),
+            "'a': compact cannot hold mine: tracekit does not know that profile",
+        ),
     ):
         with pytest.raises(ValueError, match=why):
             GuidanceWriter(tmp_path / "run", schema)
     assert not (tmp_path / "run").exists()
+    for profile in ("nvfp4-4over6", "mine"):  # whole scales need no decoder
+        with GuidanceWriter(tmp_path / profile, GuidanceSchema(sites=[SiteSpec(name="a", width=32, profile=profile)])):
+            pass

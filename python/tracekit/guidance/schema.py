@@ -88,10 +88,10 @@ class SiteSpec:
         """This site with its encoding filled in. A row whose check and padding would cost what the encoding saves
         (about 0.85 of a row, which zstd reaches too) stays lossless, as do scale-only sites and the profiles whose
         scale rule has two branches."""
-        if self.encoding is not None:
-            return self
         if self.block < 1:
             raise ValueError(f"site '{self.name}': block is {self.block}, use 1 or more values a scale")
+        if self.encoding is not None:
+            return self
         lossless = replace(self, encoding="lossless")
         if encoding == "rm15" and self.bits != 1:
             encoding = "compact"
@@ -99,6 +99,20 @@ class SiteSpec:
         size = coset.stored_code_row + coset.stored_scale_row + 2 * coset.n_checks
         gains = size < 0.85 * (self.code_row + self.scale_row)
         return coset if gains and self.bits and "4over6" not in self.profile else lossless
+
+    def check_decodable(self) -> None:
+        """Raise ValueError where an encoding is asked for that a reader could not decode again."""
+        if self.encoding in (None, "lossless"):
+            return
+        from tracekit.numerics import PROFILES
+
+        if "4over6" in self.profile:
+            why = "its scale rule has two branches"
+        elif self.profile not in PROFILES:
+            why = f"tracekit does not know that profile ({', '.join(PROFILES)})"
+        else:
+            return
+        raise ValueError(f"site '{self.name}': {self.encoding} cannot hold {self.profile}: {why}\nuse lossless")
 
     @property
     def code_row(self) -> int:
@@ -120,7 +134,9 @@ class GuidanceSchema:
     """Anything msgpack can hold: model hash, recipe, seed …; together with the sites at most 1 MiB."""
 
     def pack(self, encoding: str, chunk_tokens: int) -> bytes:
-        """The msgpack that a segment begins with."""
+        """The msgpack that a segment begins with. Raises ValueError for what could not be read back."""
+        for s in self.sites:
+            s.resolve(encoding).check_decodable()
         sites = [
             {
                 "name": s.name,
