@@ -1,4 +1,4 @@
-"""A real server of two tensor-parallel ranks: each records its heads, the first one the experts' inputs."""
+"""Real servers of two tensor-parallel ranks: each records its heads, the first one the experts' inputs."""
 
 import os
 from types import SimpleNamespace
@@ -17,8 +17,9 @@ pytestmark = pytest.mark.long
 LAYERS, RANKS, VOCABULARY, EOS = 2, 2, 64, 1
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
+@pytest.fixture(scope="module", params=["bf16", "packed"])
+def served(tmp_path_factory, request):
+    """A server with each cache; a rank's one head fills the packed one's words from 64 values on."""
     cores = sorted(os.sched_getaffinity(0))
     # Without it SGLang wants a NUMA node for each rank.
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(RANKS))
@@ -29,7 +30,8 @@ def served(tmp_path_factory):
     from tracekit.rollout.sglang.settings import FILE, Settings
 
     out = tmp_path_factory.mktemp("parallel")
-    config = tk.load([tk.quickstart()], {"rollout.engine": "sglang", "model.n_layers": LAYERS})
+    sizes = {"rollout.engine": "sglang", "model.n_layers": LAYERS, "rollout.kv_pool": request.param}
+    config = tk.load([tk.quickstart()], sizes | ({"model.head_dim": 64} if request.param == "packed" else {}))
     learner = Learner(config, VOCABULARY, device=torch.device("cpu"))
     kinds = ("moe_input", "moe_hidden", "k", "v")
     scales = {f"layers.{i}.{kind}": torch.tensor(64.0) for i in range(LAYERS) for kind in kinds}
@@ -42,6 +44,7 @@ def served(tmp_path_factory):
         folder=str(out / "guidance"),
         experts=config.quant.experts,
         kv=config.quant.kv,
+        kv_pool=config.rollout.kv_pool,
         static_scales={site: float(g) for site, g in scales.items()},
         sites=make_schema(config, scales).sites,
         keep_activations=True,
