@@ -26,6 +26,8 @@ class Rounder:
     def __init__(self, settings: Settings, tokens: int, device: torch.device) -> None:
         self.settings, self.tokens = settings, tokens
         self.recorded = {site.name: site for site in settings.sites}
+        self.unseen = set(self.recorded)
+        """Sites that nothing was rounded at yet."""
         self.buffers: dict[str, Tensor] = {}
         for site in settings.sites:
             planes = (site.planes,) if site.planes > 1 or site.name[-2:] in (".k", ".v") else ()
@@ -94,6 +96,7 @@ class Rounder:
         self._complete(site, count)
 
     def _complete(self, site: str, count: int) -> None:
+        self.unseen.discard(site)
         if site == self._last:
             torch.cat([b[:count].flatten(1) for b in self.buffers.values()], 1, out=self.rows[:count])
 

@@ -18,6 +18,7 @@ checks that the others are in place and stops the engine otherwise.
 | `_maybe_collect_routed_experts`, around | a finished request's rows are gathered while it holds its slots |
 | `schedule_batch.release_req`, before | rows of a request that is pushed out are kept: they go with its old tokens |
 | `record_weight_version_after_update`, after | rows carry the policy version that computed them |
+| `update_weights_from_*`, before | a forward that still runs on the GPU ends with the weights that it began with |
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Plugin:
         """The cache, if it is packed."""
         self._inside: int | None = None
         """Layer whose experts run now."""
+        self._hidden = 0
+        """How often the experts that run now have shown their second GEMM's input."""
         self._kept: WeakKeyDictionary[object, Found] = WeakKeyDictionary()
         """Rows of requests that were pushed out. One that is aborted while it waits reaches no hook: the engine just
         forgets it, and so must this."""
@@ -120,15 +123,26 @@ class Plugin:
         if self.native is not None:
             return self.native.around(run, layer, dispatch_output)
         x = self.rounder.round(f"layers.{layer.layer_id}.moe_input", dispatch_output.hidden_states, profile)
-        self._inside = layer.layer_id
+        self._inside, self._hidden = layer.layer_id, 0
         try:
-            return run(layer, dispatch_output._replace(hidden_states=x))
+            out = run(layer, dispatch_output._replace(hidden_states=x))
         finally:
             self._inside = None
+        # a rank with a part of the experts may have none of these tokens
+        if not self._hidden and len(x) and (getattr(layer, "moe_ep_size", 1) == 1 or x.is_cuda):
+            raise EngineError(
+                f"tracekit: the experts of layer {layer.layer_id} hid the input of their second GEMM: it was not "
+                "rounded\nstart the engine with --moe-runner-backend triton, and without --enable-torch-compile, "
+                "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED and experts of another activation than silu"
+            )
+        return out
 
     def hidden(self, out: torch.Tensor) -> torch.Tensor:
         """The rounded second GEMM's input, for calls inside the experts; `out` itself elsewhere."""
-        if self._inside is None or len(out) == 0:
+        if self._inside is None:
+            return out
+        self._hidden += 1
+        if len(out) == 0:
             return out
         return self.rounder.round(f"layers.{self._inside}.moe_hidden", out, self.settings.experts)
 
@@ -156,10 +170,18 @@ class Plugin:
 
     def forward(self, out: object, runner: object, batch: object) -> object:
         """Lets the rows of this forward ride with the engine's own output."""
-        if runner.is_draft_worker or self.store is None:
+        if runner.is_draft_worker:
+            return out
+        own_routes(out.routed_experts_output)
+        if self.store is None:
             return out
         slots = getattr(batch, "out_cache_loc_virtual", None)
         slots = batch.out_cache_loc if slots is None else slots
+        if self.rounder.unseen and len(slots):
+            raise EngineError(
+                f"tracekit: a forward of this model does not come to {min(self.rounder.unseen)}: its records would be "
+                "zeros\nleave the site out of the settings, or use a model that has it"
+            )
         ride = Ride(self, out.routed_experts_output, slots.clone(), self.rounder.take(len(slots)))
         from sglang.srt.runtime_context import get_schedule
 
@@ -218,6 +240,25 @@ class Ride:
         if self.inner is not None:
             self.inner.finalize()
         self.plugin.arrived(self.slots, self.rows, self.version)
+
+
+def own_routes(output: object | None) -> None:
+    """Give SGLang's routed experts a tensor of their own: up to 0.5.17 they are the buffer that the next forward
+    writes, while the copy stream may still read it. (None where they are on the host already.)"""
+    from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
+
+    if output is None or (capturer := get_global_experts_capturer()) is None:
+        return
+    shared = capturer.device_cache.buffer.untyped_storage().data_ptr()
+    if output.topk.untyped_storage().data_ptr() == shared:
+        output.topk = output.topk.clone()
+
+
+def settle(*_args, **_named) -> None:
+    """Before weights are written: wait for the GPU. SGLang writes them on the scheduler's stream, which under overlap
+    scheduling does not wait for a forward, and a pause in place leaves one running."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _rank(runner: object) -> tuple[int, int]:
@@ -306,5 +347,7 @@ def register() -> None:
     hook(f"{RESULTS}._maybe_collect_routed_experts", around_collect, HookType.AROUND)
     hook("sglang.srt.managers.schedule_batch.release_req", lambda **named: plugin.pushed_out(**named), HookType.BEFORE)
     hook(f"{UPDATER}.{_after_weights()}", after_update, HookType.AFTER)
+    for source in ("disk", "distributed", "tensor", "ipc"):
+        hook(f"{UPDATER}.update_weights_from_{source}", settle, HookType.BEFORE)
     if not torch.cuda.is_available():
         use_plain_memory()
