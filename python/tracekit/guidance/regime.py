@@ -175,7 +175,7 @@ class Audit:
         sigma = sums.sigma
         noise = max(sigma, 1e-4) if sigma < 1 else 0.3
         for encoding in ENCODINGS:
-            if encoding == "rm15" and bits != 1 or encoding != "lossless" and "4over6" in site.profile:
+            if encoding == "rm15" and bits != 1 or encoding != "lossless" and site.two_branches:
                 continue
             record = encode(rows, encoding, bits)
             low, got, ok = decode(x, record, sigma=noise)

@@ -98,7 +98,12 @@ class SiteSpec:
         coset = replace(self, encoding=encoding)
         size = coset.stored_code_row + coset.stored_scale_row + 2 * coset.n_checks
         gains = size < 0.85 * (self.code_row + self.scale_row)
-        return coset if gains and self.bits and "4over6" not in self.profile else lossless
+        return coset if gains and self.bits and not self.two_branches else lossless
+
+    @property
+    def two_branches(self) -> bool:
+        """Whether the profile's scale rule has two branches: a scale's low bits do not tell which was taken."""
+        return "4over6" in self.profile
 
     def check_decodable(self) -> None:
         """Raise ValueError where an encoding is asked for that a reader could not decode again."""
@@ -106,7 +111,7 @@ class SiteSpec:
             return
         from tracekit.numerics import PROFILES
 
-        if "4over6" in self.profile:
+        if self.two_branches:
             why = "its scale rule has two branches"
         elif self.profile not in PROFILES:
             why = f"tracekit does not know that profile ({', '.join(PROFILES)})"
@@ -135,8 +140,9 @@ class GuidanceSchema:
 
     def pack(self, encoding: str, chunk_tokens: int) -> bytes:
         """The msgpack that a segment begins with. Raises ValueError for what could not be read back."""
-        for s in self.sites:
-            s.resolve(encoding).check_decodable()
+        resolved = [s.resolve(encoding) for s in self.sites]
+        for s in resolved:
+            s.check_decodable()
         sites = [
             {
                 "name": s.name,
@@ -149,7 +155,7 @@ class GuidanceSchema:
                 "scale_format": s.scale_format,
                 "global_scale": None if s.global_scale is None else float_bits(s.global_scale),
             }
-            for s in (s.resolve(encoding) for s in self.sites)
+            for s in resolved
         ]
         for packed, s in zip(sites, self.sites, strict=True):
             if s.planes != s.all_planes:
