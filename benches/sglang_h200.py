@@ -181,7 +181,7 @@ def memory(pid: int) -> dict[str, float]:
     import psutil
 
     out: dict[str, float] = {}
-    for process in psutil.Process(pid).children(recursive=True):
+    for process in children(pid):
         try:
             name = "scheduler" if "scheduler" in " ".join(process.cmdline()) else process.name()
             out[name] = max(out.get(name, 0.0), process.memory_info().rss / 1e6)
@@ -221,9 +221,15 @@ def serve(mode: str, work: Path, options: argparse.Namespace, pipe) -> None:
     from tracekit.rollout.sglang import stopwatch
 
     os.environ[stopwatch.VARIABLE] = str(work / f"{mode}.times")
+    size = options.prompt + options.new + 8
+    answer_jobs(pipe, lambda: start(mode, work, options.batch, size, options.batch * size), run)
+
+
+def answer_jobs(pipe, start, run) -> None:
+    """The other end of `Engines`: says how long the engine of `start()` took, then `run(engine, *job)` of each job
+    until None; what goes wrong as text."""
     try:
-        size = options.prompt + options.new + 8
-        engine = start(mode, work, options.batch, size, options.batch * size)
+        engine = start()
         pipe.send(engine.start_seconds)
         while (job := pipe.recv()) is not None:
             pipe.send(run(engine, *job))
@@ -233,28 +239,31 @@ def serve(mode: str, work: Path, options: argparse.Namespace, pipe) -> None:
 
 
 class Engines:
-    """One process an engine; all start at once."""
+    """One process an engine, `serve(mode, work, options, pipe)`; all start at once, within `limit` seconds each."""
 
-    def __init__(self, modes: list[str], work: Path, options: argparse.Namespace) -> None:
+    def __init__(self, serve, modes: list[str], work: Path, options: argparse.Namespace, limit: float) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipes, self.processes = {}, {}
         for mode in modes:
             self.pipes[mode], theirs = context.Pipe()
             self.processes[mode] = context.Process(target=serve, args=(mode, work, options, theirs))
             self.processes[mode].start()
-        self.start_seconds = {mode: self.answer(mode, 240) for mode in modes}
+        try:
+            self.start_seconds = {mode: self.answer(mode, limit) for mode in modes}
+        except BaseException:
+            self.close()
+            raise
 
-    def ask(self, mode: str, prompts, new: int, step: str, top: int, limit: float) -> dict:
-        self.pipes[mode].send((prompts, new, step, top))
+    def ask(self, mode: str, job: tuple, limit: float) -> dict:
+        """What `mode` makes of `job` within `limit` seconds."""
+        self.pipes[mode].send(job)
         return self.answer(mode, limit)
 
     def answer(self, mode: str, limit: float):
         """What `mode` says within `limit` seconds; after that, the stacks of its processes (where a handler of SIGUSR1
         prints them) and TimeoutError."""
-        import psutil
-
         if not self.pipes[mode].poll(limit):
-            for process in psutil.Process(self.processes[mode].pid).children(recursive=True):
+            for process in children(self.processes[mode].pid):
                 os.kill(process.pid, signal.SIGUSR1)
             time.sleep(3)
             raise TimeoutError(f"{mode} did not answer within {limit:.0f} s")
@@ -299,18 +308,18 @@ def main() -> None:
         work = Path(name)
         write_model(work / "model")
         prompts = np.random.default_rng(0).integers(3, VOCABULARY, (options.batch, options.prompt)).tolist()
-        engines = Engines(options.modes, work, options)
+        engines = Engines(serve, options.modes, work, options, 240)
         print("started", {k: round(v) for k, v in engines.start_seconds.items()}, flush=True)
         rounds: list[dict[str, dict]] = []
         try:
             for mode in options.modes:
-                engines.ask(mode, prompts[:2], 8, "first", options.top, options.limit)
-                warm = engines.ask(mode, prompts, options.new, "warm", options.top, options.limit)
+                engines.ask(mode, (prompts[:2], 8, "first", options.top), options.limit)
+                warm = engines.ask(mode, (prompts, options.new, "warm", options.top), options.limit)
                 print("warm", mode, round(warm["tokens_per_s"]), f"{warm['records_after_s']:.1f} s", flush=True)
             for r in range(options.rounds):
                 order = options.modes if r % 2 == 0 else options.modes[::-1]
                 rounds.append(
-                    {m: engines.ask(m, prompts, options.new, f"round{r}", options.top, options.limit) for m in order}
+                    {m: engines.ask(m, (prompts, options.new, f"round{r}", options.top), options.limit) for m in order}
                 )
                 print(json.dumps({m: round(rounds[-1][m]["tokens_per_s"]) for m in options.modes}), flush=True)
         except (TimeoutError, RuntimeError) as error:

@@ -10,14 +10,15 @@ to the table of slots while decode reads it: the difference is what holding it c
 """
 
 import argparse
+import contextlib
+import functools
 import json
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
-import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -120,26 +121,18 @@ def serve(mode: str, work: Path, options: argparse.Namespace, pipe) -> None:
     """A process with one engine: answers (context, batch) with what `measure` returns, until None."""
     from tracekit.rollout.sglang.packed_attention import BARRIER
 
-    try:
-        if mode == "unheld":
-            os.environ[BARRIER] = "0"
-        engine = start(mode, work, options)
-        pipe.send(engine.start_seconds)
-        while (job := pipe.recv()) is not None:
-            pipe.send(measure(engine, *job, options))
-        engine.shutdown()
-    except BaseException:
-        pipe.send(traceback.format_exc())
+    if mode == "unheld":
+        os.environ[BARRIER] = "0"
+    base.answer_jobs(pipe, lambda: start(mode, work, options), functools.partial(measure, options=options))
 
 
-def answer(pipe, mode: str, limit: float):
-    """What the process of `mode` says within `limit` seconds."""
-    if not pipe.poll(limit):
-        raise TimeoutError(f"{mode} did not answer within {limit:.0f} s")
-    said = pipe.recv()
-    if isinstance(said, str):
-        raise RuntimeError(said)
-    return said
+def jobs(options: argparse.Namespace) -> Iterator[tuple[int, str, int]]:
+    """(context, mode, batch) of each measurement: at the batch that BF16 holds, and at what the mode itself holds."""
+    for length in options.contexts:
+        shared = capacity("bf16", length, options)
+        for mode in options.modes:
+            for batch in sorted({shared, capacity(mode, length, options)}):
+                yield length, mode, batch
 
 
 def parse() -> argparse.Namespace:
@@ -166,41 +159,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         base.write_model(work / "model", positions=max(options.contexts) + options.new + 8)
-        context = multiprocessing.get_context("spawn")
-        pipes, processes = {}, {}
-        for mode in options.modes:
-            pipes[mode], theirs = context.Pipe()
-            processes[mode] = context.Process(target=serve, args=(mode, work, options, theirs))
-            processes[mode].start()
         try:
-            result["start_seconds"] = {mode: answer(pipes[mode], mode, 300) for mode in options.modes}
-            print("started", {k: round(v) for k, v in result["start_seconds"].items()}, flush=True)
-            for length in options.contexts:
-                shared = capacity("bf16", length, options)
-                for mode in options.modes:
-                    for batch in sorted({shared, capacity(mode, length, options)}):
-                        if time.monotonic() - began > options.budget:
-                            raise TimeoutError(f"{options.budget:.0f} s are over")
-                        pipes[mode].send((length, batch))
-                        row = answer(pipes[mode], mode, options.limit)
-                        result["table"].setdefault(str(length), {}).setdefault(mode, []).append(row)
-                        print(length, mode, batch, round(row["tokens_per_s"]), f"{row['prefill_s']:.1f} s", flush=True)
-                        options.out.write_text(json.dumps(result, indent=2) + "\n")
+            with contextlib.closing(base.Engines(serve, options.modes, work, options, 300)) as engines:
+                result["start_seconds"] = engines.start_seconds
+                print("started", {k: round(v) for k, v in engines.start_seconds.items()}, flush=True)
+                for length, mode, batch in jobs(options):
+                    if time.monotonic() - began > options.budget:
+                        raise TimeoutError(f"{options.budget:.0f} s are over")
+                    row = engines.ask(mode, (length, batch), options.limit)
+                    result["table"].setdefault(str(length), {}).setdefault(mode, []).append(row)
+                    print(length, mode, batch, round(row["tokens_per_s"]), f"{row['prefill_s']:.1f} s", flush=True)
+                    options.out.write_text(json.dumps(result, indent=2) + "\n")
         except (TimeoutError, RuntimeError) as error:
             print(error, file=sys.stderr, flush=True)
             result["failed"] = str(error)
-        finally:
-            for mode, process in processes.items():
-                children = base.children(process.pid) if process.is_alive() else []
-                try:
-                    pipes[mode].send(None)
-                except OSError:
-                    pass
-                process.join(15)
-                for one in children:
-                    if one.is_running():
-                        one.kill()
-                process.kill()
         options.out.write_text(json.dumps(result, indent=2) + "\n")
     print("context | mode: batch tokens/s (to the first mode at the batch that BF16 holds)")
     for length, modes in result["table"].items():
