@@ -93,16 +93,21 @@ def test_attention_that_cannot_read_the_cache_is_refused():
 
 
 def test_a_layer_without_keys_of_its_own_is_refused():
-    class Backend(packed_attention._OwnKeys, SimpleNamespace):
+    class Attention:
+        def __init__(self, runner):
+            pass
+
+    class Backend(packed_attention._Packed, Attention):
         pass
 
     layer = SimpleNamespace(layer_id=7)
+    backend = Backend(SimpleNamespace(token_to_kv_pool=Pool(4), model_config=SimpleNamespace(context_len=8)))
     with pytest.raises(EngineError, match="layer 7 attends to another layer's K and V"):
-        Backend().forward_extend(None, None, None, layer, None)
+        backend.forward_extend(None, None, None, layer, None)
     with pytest.raises(EngineError, match="layer 7 attends to another layer's K and V"):
-        packed_attention._store(Backend(), None, None, layer, None, True, {})
+        packed_attention._store(backend, None, None, layer, None, True, {})
     with pytest.raises(EngineError, match=r"layer 7 wants \['sinks'\] of attention"):
-        packed_attention._store(Backend(), torch.zeros(1), None, layer, None, True, {"sinks": 1, "score_mod": None})
+        packed_attention._store(backend, torch.zeros(1), None, layer, None, True, {"sinks": 1, "score_mod": None})
 
 
 @pytest.mark.parametrize("before, after", [(None, "1"), ("0", "0")])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tracekit.errors import ConfigError
-from tracekit.kernels._triton import INTERPRET, cdiv, jit, runs_triton, tl
+from tracekit.kernels._triton import INTERPRET, cdiv, jit, next_power_of_two, runs_triton, tl
 from tracekit.kernels.rounding import e2m1_magnitude, e4m3_decode, narrow
 from tracekit.numerics import dequantize, profile_info, unpack_codes
 
@@ -60,10 +60,6 @@ def _load_kernel(
     )
 
 
-def _power(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
 @torch.library.custom_op(
     "tracekit::store_kv_rows", mutates_args=("k_codes_pool", "k_scales_pool", "v_codes_pool", "v_scales_pool")
 )
@@ -84,8 +80,8 @@ def _store(
     pools = [p.flatten(1).view(torch.int32) for p in pools]
     codes, scales = words[0].shape[1], words[1].shape[1]
     _store_kernel[(len(slots),)](
-        *words, slots.contiguous(), *pools, codes, scales, CODES=_power(codes), SCALES=_power(scales),
-        num_warps=1,
+        *words, slots.contiguous(), *pools, codes, scales, CODES=next_power_of_two(codes),
+        SCALES=next_power_of_two(scales), num_warps=1,
     )  # fmt: skip
 
 
@@ -119,7 +115,7 @@ def _load(codes: Tensor, scales: Tensor, slots: Tensor, global_scale: float, dty
     if len(slots):
         inverse = (1.0 / torch.tensor(global_scale, dtype=torch.float32)).item()
         _load_kernel[(len(slots),)](
-            codes.view(torch.int32), scales, slots.contiguous(), out, inverse, words, WIDTH=_power(words),
+            codes.view(torch.int32), scales, slots.contiguous(), out, inverse, words, WIDTH=next_power_of_two(words),
             INTERPRET=INTERPRET, num_warps=min(max(cdiv(words, 64), 1), 8), enable_fp_fusion=False,
         )  # fmt: skip
     return out

@@ -62,12 +62,22 @@ def decode(backend: object, q: Tensor, layer: object, batch: object, longest: in
     return out.reshape(len(out), -1)
 
 
-class _OwnKeys:
-    """Prefill of layers that have K and V of their own: another layer's would be looked for among selected rows."""
+class _Packed:
+    """What the backends share, before SGLang's own class. Layers have K and V of their own: prefill would look for
+    another layer's among selected rows."""
+
+    def __init__(self, runner: object, *rest, **named) -> None:
+        runner.token_to_kv_pool.reader = self
+        self._longest = runner.model_config.context_len
+        super().__init__(runner, *rest, **named)
 
     def forward_extend(self, q, k, v, layer, forward_batch, *rest, **named):
         _refuse_shared(layer, k)
         return super().forward_extend(q, k, v, layer, forward_batch, *rest, **named)
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **rest):
+        _store(self, k, v, layer, forward_batch, save_kv_cache, rest)
+        return decode(self, q, layer, forward_batch, self._longest)
 
 
 def _refuse_shared(layer: object, k: Tensor | None) -> None:
@@ -89,18 +99,12 @@ def _store(backend: object, k: Tensor, v: Tensor, layer: object, batch: object, 
 def _native(runner: object) -> object:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    class PackedNative(_OwnKeys, TorchNativeAttnBackend):
+    class PackedNative(_Packed, TorchNativeAttnBackend):
         """On a CPU: prefill reads the whole pool's values, as SGLang's own reads the whole pool."""
 
         def __init__(self, runner: object) -> None:
             super().__init__(runner)
-            self.token_to_kv_pool.reader = self
             self.token_to_kv_pool.select(None)
-            self._longest = runner.model_config.context_len
-
-        def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **rest):
-            _store(self, k, v, layer, forward_batch, save_kv_cache, rest)
-            return decode(self, q, layer, forward_batch, self._longest)
 
     return PackedNative(runner)
 
@@ -108,11 +112,10 @@ def _native(runner: object) -> object:
 def _triton(runner: object) -> object:
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-    class PackedTriton(_OwnKeys, TritonAttnBackend):
+    class PackedTriton(_Packed, TritonAttnBackend):
         """Metadata for prefill only; its prefix rows are counted from 0, as `select` has them."""
 
         def __init__(self, runner: object, *rest, **named) -> None:
-            runner.token_to_kv_pool.reader = self
             super().__init__(runner, *rest, **named)
             self.page_size = 1  # of the rows that prefill sees; the pool has its own
 
@@ -132,9 +135,5 @@ def _triton(runner: object) -> object:
         def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
             if not forward_batch.forward_mode.is_decode_or_idle():
                 raise EngineError("tracekit: the packed cache needs cuda_graph_backend_prefill = disabled")
-
-        def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **rest):
-            _store(self, k, v, layer, forward_batch, save_kv_cache, rest)
-            return decode(self, q, layer, forward_batch, self.max_context_len)
 
     return PackedTriton(runner)

@@ -1,6 +1,6 @@
 """SGLang's cache of K and V, held as four-bit codes and block scales: 9/32 of the bytes of BF16.
 
-The rows of new tokens come from the plugin's rounding, codes and scales as they are recorded (`arrive`), so nothing is
+The rows of new tokens come from the plugin's rounding, codes and scales as they are recorded (`Arriving`): nothing is
 rounded twice. Decode reads the pool where it is (`packed_attention`); prefill gets the values of the rows that it
 attends to (`select`), never the pool.
 """
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from tracekit.errors import EngineError
-from tracekit.kernels import load_kv_rows, store_kv_rows
+from tracekit.kernels.kv_rows import PROFILE, load_kv_rows, store_kv_rows
 from tracekit.numerics import profile_info
 
-PROFILE = "nvfp4-exact"
 BLOCK = profile_info(PROFILE).block
 
 
@@ -42,6 +41,13 @@ class Arriving:
         if rows is None or rows[0] != layer:
             raise EngineError(f"tracekit: K and V of layer {layer} reached the packed cache without being rounded")
         return rows[1:]
+
+
+def pool_under(static_scales: Mapping[str, float]) -> type:
+    """`pool_class` for an engine that rounds under `static_scales`."""
+    pool = pool_class()
+    pool.static_scales = static_scales
+    return pool
 
 
 @functools.cache

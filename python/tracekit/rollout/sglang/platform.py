@@ -7,9 +7,6 @@ import os
 
 import torch
 
-from tracekit.rollout.sglang.packed_pool import pool_class
-from tracekit.rollout.sglang.settings import Settings
-
 VARIABLE = "TRACEKIT_SGLANG_CPU"
 """Set to 1 by the client for engines on a CPU; the platform stays away otherwise."""
 
@@ -54,12 +51,12 @@ def __getattr__(name: str):
 def _mha_kv_pool(_platform: object) -> type:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+    from tracekit.rollout.sglang.packed_pool import pool_under
+    from tracekit.rollout.sglang.settings import Settings
+
     settings = Settings.from_environment()
-    if settings is None or settings.kv_pool != "packed":
-        return MHATokenToKVPool
-    pool = pool_class()
-    pool.static_scales = settings.static_scales
-    return pool
+    packed = settings is not None and settings.kv_pool == "packed"
+    return pool_under(settings.static_scales) if packed else MHATokenToKVPool
 
 
 def _paged_allocator(_platform: object):

@@ -61,8 +61,8 @@ class Plugin:
         """The cache, if it is packed."""
         self._inside: int | None = None
         """Layer whose experts run now."""
-        self._hidden = 0
-        """How often the experts that run now have shown their second GEMM's input."""
+        self._hidden = False
+        """Whether the experts that run now have shown their second GEMM's input."""
         self._kept: WeakKeyDictionary[object, Found] = WeakKeyDictionary()
         """Rows of requests that were pushed out. One that is aborted while it waits reaches no hook: the engine just
         forgets it, and so must this."""
@@ -123,7 +123,7 @@ class Plugin:
         if self.native is not None:
             return self.native.around(run, layer, dispatch_output)
         x = self.rounder.round(f"layers.{layer.layer_id}.moe_input", dispatch_output.hidden_states, profile)
-        self._inside, self._hidden = layer.layer_id, 0
+        self._inside, self._hidden = layer.layer_id, False
         try:
             out = run(layer, dispatch_output._replace(hidden_states=x))
         finally:
@@ -141,7 +141,7 @@ class Plugin:
         """The rounded second GEMM's input, for calls inside the experts; `out` itself elsewhere."""
         if self._inside is None:
             return out
-        self._hidden += 1
+        self._hidden = True
         if len(out) == 0:
             return out
         return self.rounder.round(f"layers.{self._inside}.moe_hidden", out, self.settings.experts)
@@ -323,12 +323,10 @@ def register() -> None:
     hook("sglang.srt.layers.radix_attention.RadixAttention.forward", plugin.attention, HookType.BEFORE)
     if settings.kv_pool == "packed":
         from tracekit.rollout.sglang.packed_attention import refuse_other_readers, replace_backends
-        from tracekit.rollout.sglang.packed_pool import packed_bytes, pool_class
+        from tracekit.rollout.sglang.packed_pool import packed_bytes, pool_under
 
         def around_pool(build, configurator, **named):
-            pool = pool_class()
-            pool.static_scales = settings.static_scales
-            return build(configurator, **{**named, "mha_pool_class": pool})
+            return build(configurator, **{**named, "mha_pool_class": pool_under(settings.static_scales)})
 
         def around_size(count, *args, **named):
             return packed_bytes(count(*args, **named))
