@@ -32,6 +32,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two from n >= 1 on."""
+    return 1 << (n - 1).bit_length()
+
+
 def runs_triton(x: torch.Tensor) -> bool:
     """Whether kernels take x: it is on a CUDA device, or the interpreter is on. Otherwise the reference runs."""
     return triton is not None and (x.device.type == "cuda" or INTERPRET)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tracekit.errors import ConfigError
-from tracekit.kernels._triton import INTERPRET, cdiv, hardware_casts, jit, runs_triton, tl
+from tracekit.kernels._triton import INTERPRET, cdiv, hardware_casts, jit, next_power_of_two, runs_triton, tl
 from tracekit.kernels.low_bits import unpack_low_bits
 from tracekit.kernels.rounding import e4m3_decode, e4m3_encode, narrow, widen, with_sign
 from tracekit.numerics.eight_bit import E4M3, Int
@@ -177,7 +177,7 @@ def _launch(
     k = x.shape[-1]
     width = p.block or k
     groups = cdiv(k, width)
-    chunk = min(1 << (width - 1).bit_length(), 4096)
+    chunk = min(next_power_of_two(width), 4096)
     rows = max(1, (16384 if INTERPRET else 4096) // chunk)
     n = x.numel() // k * groups
     kind = f"int{p.bits}" if isinstance(p, Int) else "e4m3" if p.scale_format == "fp32" else "mx"

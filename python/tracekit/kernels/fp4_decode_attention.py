@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tracekit.errors import ConfigError
-from tracekit.kernels._triton import INTERPRET, hardware_casts, runs_triton
+from tracekit.kernels._triton import INTERPRET, hardware_casts, next_power_of_two, runs_triton
 from tracekit.kernels.decode_attention import (
     LOG2_E,
     choose_splits,
@@ -106,16 +106,16 @@ def launch_fp4(
     if factor < 0:  # a maximum of scores times the factor has to be the factor times their maximum
         q, factor = -q, -factor
     pools = (k_codes.view(torch.int32), k_scales, v_codes.view(torch.int32), v_scales)
-    table = (table,) if v.decode == "staged" else (table, lengths if rows is None else rows)
-    args = (q.contiguous(), *pools, *table, lengths, part, lse, factor, table[0].stride(0), n, tokens)
+    held = (q.contiguous(), *pools, table)
+    sizes = (lengths, part, lse, factor, table.stride(0), n, tokens)
     options = dict(HEADS=heads, GROUP=group, D=d, PAGE=page, TILE=v.tile, num_warps=v.warps, num_stages=v.stages)
     if decode == "staged":
         if rows is not None:
             raise ConfigError(f"variant {variant} takes a table of pages, not one of slots (rows)")
-        staged_split_kernel[(b * heads, n)](*args, ASSEMBLY=not INTERPRET, **options)
+        staged_split_kernel[(b * heads, n)](*held, *sizes, ASSEMBLY=not INTERPRET, **options)
     else:
-        group_rows = max(8, 1 << (group - 1).bit_length())
-        lanes_split_kernel[(b * heads, n)](*args, ROWS=group_rows, DECODE=decode, SLOTS=rows is not None, **options)
+        options |= dict(ROWS=max(8, next_power_of_two(group)), DECODE=decode, SLOTS=rows is not None)
+        lanes_split_kernel[(b * heads, n)](*held, lengths if rows is None else rows, *sizes, **options)
     return launch_merge(q, part, lse, lengths, n, tokens, code_factor / v_global, v.tile)
 
 
