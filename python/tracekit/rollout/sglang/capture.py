@@ -35,7 +35,11 @@ class Rounder:
                 self.buffers[f"{site.name}/codes"] = self._empty(tokens, *planes, site.code_row, device=device)
             self.buffers[f"{site.name}/scales"] = self._empty(tokens, *planes, site.scale_row, device=device)
         self._scales = {name: torch.tensor([g], device=device) for name, g in settings.static_scales.items()}
-        self._kept: dict[str, Tensor] = {}
+        self._kept = {
+            site.name: torch.zeros(tokens, site.planes * site.width, device=device)
+            for site in settings.sites
+            if settings.keep_activations
+        }
         width = sum(math.prod(b.shape[1:]) for b in self.buffers.values())
         self.rows = self._empty(tokens, width, device=device)
         """What `buffers` hold, side by side. Filled within the forward, by its last recorded site: a CUDA graph holds
@@ -64,8 +68,7 @@ class Rounder:
             scales = self.buffers[f"{site}/scales"][: len(x)]
             if spec.bits:
                 low, bits = self.buffers[f"{site}/codes"][: len(x)], spec.bits
-            if self.settings.keep_activations:
-                self._kept[site] = x.detach().clone()
+            self._keep_activations(site, x)
         quantize_pack_into(
             x.contiguous(),
             profile,
@@ -91,9 +94,12 @@ class Rounder:
         if spec.bits:
             codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
             self.buffers[f"{site}/codes"][:count] = pack_low_bits(codes, spec.bits)
-        if self.settings.keep_activations:
-            self._kept[site] = x.detach().clone()
+        self._keep_activations(site, x)
         self._complete(site, count)
+
+    def _keep_activations(self, site: str, x: Tensor) -> None:
+        if site in self._kept:  # a buffer, as the others: CUDA graphs of several batch sizes write the same
+            self._kept[site][: len(x)] = x.flatten(1)
 
     def _complete(self, site: str, count: int) -> None:
         self.unseen.discard(site)
@@ -104,7 +110,7 @@ class Rounder:
         """The last forward's first `count` rows as one tensor u8 [count, R], which `columns` takes apart. It is a copy:
         the rows are written again while it travels."""
         if self.settings.keep_activations:
-            kept = [self._kept[s.name][:count].float().flatten(1).view(torch.uint8) for s in self.settings.sites]
+            kept = [self._kept[s.name][:count].view(torch.uint8) for s in self.settings.sites]
             return torch.cat([self.rows[:count], *kept], 1)
         return self.rows[:count].clone()
 
