@@ -34,7 +34,11 @@ OPERATIONS = {
     "prmt.b32": _prmt,
     "cvt.rn.f16x2.e4m3x2": _e4m3x2,
     "mul.rn.f16x2": lambda a, b: _word(_halves(a) * _halves(b)),
+    "add.s32": lambda a, b: a + np.uint32(b),
+    "setp.ne.b32": lambda a, b: a != np.uint32(b),
+    "setp.ne.and.b32": lambda a, b, p: (a != np.uint32(b)) & p,
 }
+LOP3 = {0xEA: lambda a, b, c: (a & b) | c, 0x28: lambda a, b, c: (a ^ b) & np.uint32(c)}
 
 
 def run(assembly: str, outputs: int, *inputs: np.ndarray) -> list[np.ndarray]:
@@ -48,6 +52,10 @@ def run(assembly: str, outputs: int, *inputs: np.ndarray) -> list[np.ndarray]:
         if not line.strip() or line.split()[0] == ".reg":
             continue
         name, rest = line.split(maxsplit=1)
+        where = None
+        if name[0] == "@":
+            where = registers[name[1:]]
+            name, rest = rest.split(maxsplit=1)
         if pair := re.fullmatch(r"\{(\S+), (\S+)\}, (\S+)", rest.strip()):
             low, high, source = pair.groups()
             registers[low] = (value(source) & np.uint32(0xFFFF)).astype(np.uint16)
@@ -58,9 +66,8 @@ def run(assembly: str, outputs: int, *inputs: np.ndarray) -> list[np.ndarray]:
         if name == "mov.b32":
             registers[target] = np.broadcast_to(arguments[0], inputs[0].shape)
         elif name == "lop3.b32":
-            a, b, c, table = arguments
-            assert table == 0xEA, "only (a & b) | c is modelled"
-            registers[target] = (a & b) | c
+            registers[target] = LOP3[int(arguments[3])](*arguments[:3])
         else:
-            registers[target] = OPERATIONS[name](*arguments)
+            done = OPERATIONS[name](*arguments)
+            registers[target] = done if where is None else np.where(where, done, registers[target])
     return [registers[f"${i}"] for i in range(outputs)]

@@ -19,17 +19,21 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param(LONG, marks=pytest.mark.long)], ids=["quick", "long"])
-def test_code_for_hopper(names):
-    """No spills to local memory, no fp64, 16-byte loads, no barrier; approximate reciprocals in nvfp4-fast alone."""
+def compiled(names):
+    """What `ahead_of_time` reports of each of `names`."""
     pytest.importorskip("triton")
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, str(PROGRAM), *names], env=env, capture_output=True, text=True)
-    if "ptxas" in done.stderr and "not found" in done.stderr.lower():
-        pytest.skip("triton came without ptxas")
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [r["name"] for r in rows] == names
+    return rows
+
+
+@pytest.mark.parametrize("names", [QUICK, pytest.param(LONG, marks=pytest.mark.long)], ids=["quick", "long"])
+def test_code_for_hopper(names):
+    """No spills to local memory, no fp64, 16-byte loads, no barrier; approximate reciprocals in nvfp4-fast alone."""
+    rows = compiled(names)
     for r in rows:
         assert r["instructions"] > 100 and r["wide_loads"] >= 2, r
         assert r["spills"] == r["fp64"] == r["threads_wait"] == 0, r
@@ -38,27 +42,14 @@ def test_code_for_hopper(names):
 
 def test_code_for_short_last_blocks():
     """The branch for rows that blocks do not divide compiles too, without spills or fp64."""
-    pytest.importorskip("triton")
-    names = ["partial-quantize:nvfp4-exact:1", "partial-guided:mxfp4-rceil:2", "partial-kv:nvfp4-exact:1"]
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, str(PROGRAM), *names], env=env, capture_output=True, text=True)
-    if "ptxas" in done.stderr and "not found" in done.stderr.lower():
-        pytest.skip("triton came without ptxas")
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [r["name"] for r in rows] == names
+    rows = compiled(["partial-quantize:nvfp4-exact:1", "partial-guided:mxfp4-rceil:2", "partial-kv:nvfp4-exact:1"])
     assert all(r["instructions"] > 100 and r["spills"] == r["fp64"] == 0 for r in rows), rows
 
 
 @pytest.mark.long
 def test_guided_rounding_in_codes_takes_fewer_instructions():
     """`guided_floor` against the default rule, by bits; and it neither spills nor waits."""
-    pytest.importorskip("triton")
-    names = [f"{rule}guided:nvfp4-exact:{bits}" for bits in (2, 3, 4) for rule in ("", "floor-")]
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, str(PROGRAM), *names], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = compiled([f"{rule}guided:nvfp4-exact:{bits}" for bits in (1, 2, 3, 4) for rule in ("", "floor-")])
     assert all(r["spills"] == r["fp64"] == r["threads_wait"] == 0 for r in rows), rows
     for values, codes in zip(rows[::2], rows[1::2], strict=True):
         assert codes["instructions"] < 0.9 * values["instructions"], (values, codes)
@@ -67,12 +58,7 @@ def test_guided_rounding_in_codes_takes_fewer_instructions():
 @pytest.mark.long
 def test_eight_bit_code_for_hopper():
     """The same of the kernels over rows, which reduce across warps and so do wait."""
-    pytest.importorskip("triton")
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, str(PROGRAM), *EIGHT], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [r["name"] for r in rows] == EIGHT
+    rows = compiled(EIGHT)
     assert all(r["spills"] == r["fp64"] == r["approximate"] == 0 and r["wide_loads"] >= 2 for r in rows), rows
 
 
@@ -88,12 +74,7 @@ def test_attention_code_for_hopper(names):
     """A key or value costs under four instructions (under 3.5 by way of E4M3), loop, softmax and loads included, and
     decoded operands never pass through shared memory: as fp16 they would take a store for every eight elements.
     """
-    pytest.importorskip("triton")
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, str(PROGRAM), *names], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [r["name"] for r in rows] == names
+    rows = compiled(names)
     for r in rows:
         elements = 2 * 128 * int(r["name"].split(":")[2]) / 32  # of K and V, a lane and tile
         assert r["spills"] == r["fp64"] == 0, r
@@ -103,13 +84,5 @@ def test_attention_code_for_hopper(names):
 
 def test_pool_rows_and_merge_for_hopper():
     """The small kernels around decode attention: no spills, no fp64, and no warp waits for another."""
-    pytest.importorskip("triton")
-    names = ["merge:-:32", "store:-:4", "load:-:4", "load:-:1"]
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, str(PROGRAM), *names], env=env, capture_output=True, text=True)
-    if "ptxas" in done.stderr and "not found" in done.stderr.lower():
-        pytest.skip("triton came without ptxas")
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [r["name"] for r in rows] == names
+    rows = compiled(["merge:-:32", "store:-:4", "load:-:4", "load:-:1"])
     assert all(r["instructions"] > 100 and r["spills"] == r["fp64"] == r["threads_wait"] == 0 for r in rows), rows

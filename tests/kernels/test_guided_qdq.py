@@ -2,13 +2,15 @@
 
 import sys
 
+import numpy as np
 import pytest
 import torch
+from run_ptx import run
 
 from tracekit.errors import ConfigError
 from tracekit.kernels import guided_qdq, pack_low_bits
 from tracekit.kernels._triton import INTERPRET, jit, tl
-from tracekit.kernels.guided_floor import scaled
+from tracekit.kernels.guided_floor import _ONE_BIT, scaled
 from tracekit.kernels.quantize_pack import KERNEL_PROFILES
 from tracekit.numerics import guided_round, profile_info, quantize
 
@@ -165,3 +167,29 @@ def test_products_rounded_down_and_up_are_codes(device):
     units = exact * 2.0**149  # below 2^-126 fp32 has this grid, above it the product is exact
     assert torch.equal(low, torch.where(a < 1, units.floor() * 2.0**-149, exact))
     assert torch.equal(high, torch.where(a < 1, units.ceil() * 2.0**-149, exact))
+
+
+def test_the_assembly_of_one_bit_is_the_rule():
+    """Every bracket, by both parities, at its ends, on both sides of its first quarter and within."""
+    codes = np.arange(8, dtype=np.uint32)[:, None] << np.uint32(22)
+    t = codes + np.array([0, 1, 0x0FFFFF, 0x100000, 0x100001, 0x3FFFFF], np.uint32)
+    for up, bit in ((t, 0), (t, 1), (t + np.uint32(1), 0), (t + np.uint32(1), 1)):  # products below 1 are not exact
+        (got,) = run(_ONE_BIT.value, 1, t, up, np.full_like(t, bit << 22 | 0x123))
+        differs = (t >> np.uint32(22)) % 2 != bit
+        near = np.isin(codes >> np.uint32(22), (4, 6)) & (t - codes < 0x100000)
+        rounded_up = (up + np.uint32(0x3FFFFF)) & np.uint32(0xFFC00000)
+        np.testing.assert_array_equal(got, np.where(differs & ~near, rounded_up, codes))
+
+
+@pytest.mark.parametrize("g", [2.0**-119, 2.0**-121, 2.0**-126])
+def test_global_scales_of_the_largest_numbers(device, rule, g):
+    """1/g times 2^7 would overflow from 2^121 on."""
+    x = (torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) * 2.0**124).bfloat16()
+    g = torch.tensor(g)
+    q = quantize(x, "nvfp4-exact", global_scale=g)
+    y = drifted(x)
+    want = guided_round(y, q.codes & 1, q.scales, bits=1, profile="nvfp4-exact", global_scale=g)
+    assert want.float().isfinite().all() and (want != 0).any()
+    low = pack_low_bits(q.codes, 1).to(device)
+    got = guided_qdq(y.to(device), low, q.scales.to(device), bits=1, profile="nvfp4-exact", global_scale=g.to(device))
+    assert torch.equal(got.cpu(), want)

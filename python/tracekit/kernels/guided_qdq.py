@@ -15,7 +15,7 @@ from torch import Tensor
 from tracekit.errors import ConfigError
 from tracekit.kernels._triton import INTERPRET, cdiv, jit, runs_triton, tl
 from tracekit.kernels.chains import chain_of, choose_scale, over_scale, scale_factor, scale_inverse
-from tracekit.kernels.guided_floor import guided_floor
+from tracekit.kernels.guided_floor import guided_floor, placed
 from tracekit.kernels.low_bits import unpack_low_bits
 from tracekit.kernels.partial import blocks_of, load_codes, load_partial, place
 from tracekit.kernels.quantize_pack import chain_options, check_supported, per_block_scales
@@ -30,14 +30,19 @@ FLOOR = False  # this rule has run on an H200, that of `guided_floor` not yet
 @jit
 def guided_values(
     x, inverse, codes, BITS: tl.constexpr, OPEN: tl.constexpr, CHAIN: tl.constexpr, AWAY: tl.constexpr,
-    FLOOR: tl.constexpr, INTERPRET: tl.constexpr,
+    FLOOR: tl.constexpr, FOLD: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """q* of fp32 x [ROWS, 8] under low-bit codes (int32, same shape; unused for BITS 0), with the sign of x."""
+    """q* of fp32 x [ROWS, 8] under low-bit codes (int32, same shape; FLOOR: placed;
+    unused for BITS 0), with the sign of x. FOLD, with
+    FLOOR: times 2^-126."""
     z = over_scale(x, inverse, CHAIN)
     if INTERPRET:
         z = tl.where(z != z, 6.0, z)
     if FLOOR and BITS > 0 and not OPEN:
-        return with_sign(guided_floor(z, codes, BITS, INTERPRET), z)
+        q = guided_floor(z, codes, BITS, INTERPRET)
+        if not FOLD:
+            q = q * 8.507059173023462e37
+        return with_sign(q, z)
     if OPEN:
         z = z + 0.0  # sgn(-0) is +
     a = tl.minimum(tl.abs(z), 6.0)
@@ -85,11 +90,14 @@ def guided_values(
 
 
 @jit
-def _codes(low_ptr, at, mask, ROWS: tl.constexpr, BITS: tl.constexpr):
-    """Low-bit codes int32 [ROWS, 8] of eight elements stored in BITS bytes from byte `at`."""
+def _codes(low_ptr, at, mask, BITS: tl.constexpr, PLACED: tl.constexpr):
+    """Low-bit codes int32 [ROWS, 8] of eight elements stored in BITS bytes from byte `at`; PLACED for
+    `guided_floor`."""
     word = tl.load(low_ptr + at, mask=mask, other=0).to(tl.int32)
     for i in tl.static_range(1, BITS):
         word = word | (tl.load(low_ptr + at + i, mask=mask, other=0).to(tl.int32) << (8 * i))
+    if PLACED:
+        return placed(word, BITS)
     codes = word[:, None] >> (tl.arange(0, 8) * BITS)[None, :]
     return codes if BITS == 1 else codes & ((1 << BITS) - 1)  # one bit is masked where it is used
 
@@ -97,7 +105,8 @@ def _codes(low_ptr, at, mask, ROWS: tl.constexpr, BITS: tl.constexpr):
 @jit
 def _load_tile(
     x_ptr, low_ptr, start, low_at, left, mask,
-    ROWS: tl.constexpr, BITS: tl.constexpr, PARTIAL: tl.constexpr, PAIRS: tl.constexpr, INTERPRET: tl.constexpr,
+    ROWS: tl.constexpr, BITS: tl.constexpr, PLACED: tl.constexpr, PARTIAL: tl.constexpr, PAIRS: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Eight elements of each row as fp32 and their codes (the elements again for BITS 0)."""
     if PARTIAL:
@@ -105,30 +114,32 @@ def _load_tile(
         c = x
         if BITS > 0:
             c = load_codes(low_ptr, low_at, left, mask, BITS)
+            if PLACED:
+                c = c << (28 if BITS == 4 else 22)
     else:
         x = load_eight(x_ptr, start, mask, ROWS, PAIRS)
         c = x
         if BITS > 0:
-            c = _codes(low_ptr, low_at, mask, ROWS, BITS)
+            c = _codes(low_ptr, low_at, mask, BITS, PLACED)
     return x, c
 
 
 @jit
 def _guide_tile(
     x, codes, inverse, factor, decode, missing, out_ptr, offset, left, mask,
-    BITS: tl.constexpr, OPEN: tl.constexpr, CHAIN: tl.constexpr, AWAY: tl.constexpr, SOME_MISSING: tl.constexpr,
-    PARTIAL: tl.constexpr, FLOOR: tl.constexpr, INTERPRET: tl.constexpr,
+    BITS: tl.constexpr, OPEN: tl.constexpr, CHAIN: tl.constexpr, AWAY: tl.constexpr, TWO_FACTORS: tl.constexpr,
+    SOME_MISSING: tl.constexpr, PARTIAL: tl.constexpr, FLOOR: tl.constexpr, FOLD: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Round and store eight elements of each row; rows in `missing` to nearest."""
     if BITS > 0:
-        q = guided_values(x, inverse, codes, BITS, OPEN, CHAIN, AWAY, FLOOR, INTERPRET)
+        q = guided_values(x, inverse, codes, BITS, OPEN, CHAIN, AWAY, FLOOR, FOLD, INTERPRET)
         if SOME_MISSING:
-            nearest = guided_values(x, inverse, codes, 0, False, CHAIN, AWAY, False, INTERPRET)
+            nearest = guided_values(x, inverse, codes, 0, False, CHAIN, AWAY, False, False, INTERPRET)
             q = tl.where(missing[:, None] > 0, nearest, q)
     else:
-        q = guided_values(x, inverse, 0, 0, False, CHAIN, AWAY, False, INTERPRET)
+        q = guided_values(x, inverse, 0, 0, False, CHAIN, AWAY, False, False, INTERPRET)
     v = q * factor
-    if CHAIN == "exact" or CHAIN == "fast" or CHAIN == "mse" or CHAIN == "mae":
+    if TWO_FACTORS:
         v = v * decode
     live = mask[:, None]
     if PARTIAL:
@@ -156,16 +167,17 @@ def _guided_qdq_kernel(
         left = block
         start = block * BLOCK
         low_at = block * (BLOCK // 8) * BITS
-    x0, c0 = _load_tile(x_ptr, low_ptr, start, low_at, left, mask, ROWS, BITS, PARTIAL, PAIRS, INTERPRET)
-    x1, c1 = _load_tile(x_ptr, low_ptr, start + 8, low_at + BITS, left - 8, mask, ROWS, BITS, PARTIAL, PAIRS,
+    PLACED: tl.constexpr = FLOOR and BITS > 0 and not OPEN
+    x0, c0 = _load_tile(x_ptr, low_ptr, start, low_at, left, mask, ROWS, BITS, PLACED, PARTIAL, PAIRS, INTERPRET)
+    x1, c1 = _load_tile(x_ptr, low_ptr, start + 8, low_at + BITS, left - 8, mask, ROWS, BITS, PLACED, PARTIAL, PAIRS,
                         INTERPRET)  # fmt: skip
     byte = tl.load(scales_ptr + block, mask=mask, other=0).to(tl.int32)
     x2, x3, c2, c3 = x0, x1, c0, c1
     if BLOCK == 32:
-        x2, c2 = _load_tile(x_ptr, low_ptr, start + 16, low_at + 2 * BITS, left - 16, mask, ROWS, BITS, PARTIAL, PAIRS,
-                            INTERPRET)  # fmt: skip
-        x3, c3 = _load_tile(x_ptr, low_ptr, start + 24, low_at + 3 * BITS, left - 24, mask, ROWS, BITS, PARTIAL, PAIRS,
-                            INTERPRET)  # fmt: skip
+        x2, c2 = _load_tile(x_ptr, low_ptr, start + 16, low_at + 2 * BITS, left - 16, mask, ROWS, BITS, PLACED, PARTIAL,
+                            PAIRS, INTERPRET)  # fmt: skip
+        x3, c3 = _load_tile(x_ptr, low_ptr, start + 24, low_at + 3 * BITS, left - 24, mask, ROWS, BITS, PLACED, PARTIAL,
+                            PAIRS, INTERPRET)  # fmt: skip
     g = 1.0
     decode = 1.0
     if not E8M0:
@@ -175,8 +187,14 @@ def _guided_qdq_kernel(
         else:
             g = tl.load(g_ptr + block // blocks_per_scale, mask=mask, other=1.0)
             decode = tl.div_rn(1.0, g)[:, None]
+    TWO_FACTORS: tl.constexpr = CHAIN == "exact" or CHAIN == "fast" or CHAIN == "mse" or CHAIN == "mae"
+    # The rule in codes gives q * 2^-126: the factors make up for it, unless one would overflow.
+    FOLD: tl.constexpr = PLACED and TWO_FACTORS
     missing = (byte == MISSING).to(tl.int32)
-    if tl.max(missing, axis=0) > 0:  # some have no record: nearest under the block's own scale
+    rare = tl.max(missing, axis=0) > 0
+    if FOLD:
+        rare = rare | ((decode if SCALES == 1 else tl.max(decode)) >= 1.3292279957849159e36)  # 2^120
+    if rare:  # some have no record: nearest under the block's own scale
         amax = tl.maximum(absolute_maximum(x0, True, INTERPRET), absolute_maximum(x1, True, INTERPRET))
         if BLOCK == 32:
             upper = tl.maximum(absolute_maximum(x2, True, INTERPRET), absolute_maximum(x3, True, INTERPRET))
@@ -185,27 +203,30 @@ def _guided_qdq_kernel(
         byte = tl.where(missing > 0, own, byte)
         inverse = scale_inverse(byte, g, ulp_ptr, CHAIN, TABLE)[:, None]
         factor = scale_factor(byte, g, CHAIN)[:, None]
-        _guide_tile(x0, c0, inverse, factor, decode, missing, out_ptr, start, left, mask, BITS, OPEN, CHAIN,
-                    AWAY, True, PARTIAL, FLOOR, INTERPRET)  # fmt: skip
-        _guide_tile(x1, c1, inverse, factor, decode, missing, out_ptr, start + 8, left - 8, mask, BITS, OPEN, CHAIN,
-                    AWAY, True, PARTIAL, FLOOR, INTERPRET)  # fmt: skip
+        _guide_tile(x0, c0, inverse, factor, decode, missing, out_ptr, start, left, mask, BITS, OPEN,
+                    CHAIN, AWAY, TWO_FACTORS, True, PARTIAL, FLOOR, False, INTERPRET)  # fmt: skip
+        _guide_tile(x1, c1, inverse, factor, decode, missing, out_ptr, start + 8, left - 8, mask, BITS, OPEN,
+                    CHAIN, AWAY, TWO_FACTORS, True, PARTIAL, FLOOR, False, INTERPRET)  # fmt: skip
         if BLOCK == 32:
             _guide_tile(x2, c2, inverse, factor, decode, missing, out_ptr, start + 16, left - 16, mask, BITS, OPEN,
-                        CHAIN, AWAY, True, PARTIAL, FLOOR, INTERPRET)  # fmt: skip
+                        CHAIN, AWAY, TWO_FACTORS, True, PARTIAL, FLOOR, False, INTERPRET)  # fmt: skip
             _guide_tile(x3, c3, inverse, factor, decode, missing, out_ptr, start + 24, left - 24, mask, BITS, OPEN,
-                        CHAIN, AWAY, True, PARTIAL, FLOOR, INTERPRET)  # fmt: skip
+                        CHAIN, AWAY, TWO_FACTORS, True, PARTIAL, FLOOR, False, INTERPRET)  # fmt: skip
     else:
         inverse = scale_inverse(byte, g, ulp_ptr, CHAIN, TABLE)[:, None]
         factor = scale_factor(byte, g, CHAIN)[:, None]
-        _guide_tile(x0, c0, inverse, factor, decode, missing, out_ptr, start, left, mask, BITS, OPEN, CHAIN,
-                    AWAY, False, PARTIAL, FLOOR, INTERPRET)  # fmt: skip
-        _guide_tile(x1, c1, inverse, factor, decode, missing, out_ptr, start + 8, left - 8, mask, BITS, OPEN, CHAIN,
-                    AWAY, False, PARTIAL, FLOOR, INTERPRET)  # fmt: skip
+        if FOLD:
+            factor = factor * 6.646139978924579e35  # 2^119: 480, E4M3's largest byte, stays finite
+            decode = decode * 128.0
+        _guide_tile(x0, c0, inverse, factor, decode, missing, out_ptr, start, left, mask, BITS, OPEN,
+                    CHAIN, AWAY, TWO_FACTORS, False, PARTIAL, FLOOR, FOLD, INTERPRET)  # fmt: skip
+        _guide_tile(x1, c1, inverse, factor, decode, missing, out_ptr, start + 8, left - 8, mask, BITS, OPEN,
+                    CHAIN, AWAY, TWO_FACTORS, False, PARTIAL, FLOOR, FOLD, INTERPRET)  # fmt: skip
         if BLOCK == 32:
             _guide_tile(x2, c2, inverse, factor, decode, missing, out_ptr, start + 16, left - 16, mask, BITS, OPEN,
-                        CHAIN, AWAY, False, PARTIAL, FLOOR, INTERPRET)  # fmt: skip
+                        CHAIN, AWAY, TWO_FACTORS, False, PARTIAL, FLOOR, FOLD, INTERPRET)  # fmt: skip
             _guide_tile(x3, c3, inverse, factor, decode, missing, out_ptr, start + 24, left - 24, mask, BITS, OPEN,
-                        CHAIN, AWAY, False, PARTIAL, FLOOR, INTERPRET)  # fmt: skip
+                        CHAIN, AWAY, TWO_FACTORS, False, PARTIAL, FLOOR, FOLD, INTERPRET)  # fmt: skip
 
 
 def launch_guided_qdq(
