@@ -58,6 +58,13 @@ def test_midpoints_and_one_step_either_side(device, profile):
     check(x.to(device), profile, torch.tensor(1.0, device=device), 2)
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_quotient_that_underflows(device, profile):
+    """Beside the largest numbers, the smallest over their scale is zero: with its sign or without, by the profile."""
+    x = torch.tensor([3e38, 1e-40, -1e-40, 1.0, -1.0, 0.0, -0.0, -3e38]).repeat(4)[None].bfloat16().to(device)
+    check(x, profile, scale_for(profile, torch.tensor(2.0**-118, device=device)), 4)
+
+
 def test_one_scale_an_expert(device):
     w = torch.randn(3, 5, 32).bfloat16().to(device)
     check(w, "nvfp4-exact", torch.tensor([10.0, 200.0, 3000.0], device=device).view(3, 1, 1), 1)

@@ -138,6 +138,12 @@ def test_subnormal_and_saturated_scales(p):
         assert_equal(x, p, scale_of(x, p, amax=torch.tensor(amax)))
 
 
+@pytest.mark.parametrize("p", E2M1, ids=lambda p: p.name)
+def test_a_quotient_that_underflows(p):
+    x = torch.tensor([3e38, 1e-40, -1e-40, 1.0, -1.0, 0.0, -0.0, -3e38]).repeat(4)[None].bfloat16()
+    assert_equal(x, p, scale_of(x, p))
+
+
 @pytest.mark.parametrize("p", [p for p in PROFILES.values() if p.has_global], ids=lambda p: p.name)
 def test_global_scale_by_row_and_by_expert(p):
     x = heavy(6, 48, seed=5).bfloat16()

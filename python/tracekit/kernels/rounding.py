@@ -30,8 +30,13 @@ def e2m1_round(
         if INTERPRET:
             x = tl.where(x != x, 6.0, x)
         a = tl.abs(x)
+    elif DIVIDE:
+        x = tl.div_rn(x, inverse)
+        a = tl.abs(x)
     else:
-        a = tl.div_rn(tl.abs(x), inverse) if DIVIDE else tl.abs(x) * inverse
+        a = tl.abs(x) * inverse
+        if not KEEP_MINUS_ZERO:  # a product may underflow to -0
+            x = x * inverse
     if TIES_AWAY:  # an odd last bit lifts a midpoint above itself
         a = (a.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
     if not KEEP_MINUS_ZERO:
