@@ -106,6 +106,16 @@ def test_refusals_of_other_pools(parts):
     refuse_packed(parts.settings, parts.runner)
 
 
+def test_heads_before_tokens_are_refused(monkeypatch):
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    if not hasattr(pool(MHATokenToKVPool), "use_hnd"):
+        pytest.skip("this SGLang has one order of the cache")
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    with pytest.raises(EngineError, match="heads, then tokens\nunset SGLANG_USE_HND_KVCACHE"):
+        pool(pool_class())
+
+
 def refused(parts, why):
     """With what to do about it, in two lines."""
     with pytest.raises(EngineError) as error:

@@ -157,6 +157,13 @@ def test_experts_that_hide_their_second_input_are_an_error():
     plugin.experts(lambda layer, given: given.hidden_states, layer, given)
 
 
+def test_shared_experts_among_the_routed_ones_are_an_error():
+    plugin, layer, given = experts_layer(num_fused_shared_experts=1)
+    with pytest.raises(EngineError, match="layer 0 runs shared experts as routed ones") as error:
+        plugin.experts(lambda layer, given: plugin.hidden(given.hidden_states), layer, given)
+    assert "--disable-shared-experts-fusion" in str(error.value)
+
+
 def test_a_recorded_site_that_the_model_does_not_have_is_an_error():
     """Its first layers may be dense; records would be zeros."""
     sites = [SiteSpec(name=f"layers.{i}.moe_input", width=64, bits=1, global_scale=64.0) for i in range(2)]

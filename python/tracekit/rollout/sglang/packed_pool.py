@@ -74,6 +74,10 @@ def pool_class() -> type:
                     f"tracekit: no packed cache sized after graph capture\n"
                     f"unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING, or {todo}"
                 )
+            if getattr(self, "use_hnd", False):
+                raise EngineError(
+                    f"tracekit: no packed cache of heads, then tokens\nunset SGLANG_USE_HND_KVCACHE, or {todo}"
+                )
             if self.is_quantized_kv_cache or self.dtype != torch.bfloat16:
                 raise EngineError(f"tracekit: the packed cache takes the place of a BF16 one, not {self.dtype}\n{todo}")
             if self.head_dim % BLOCK or self.head_num * self.head_dim % (4 * BLOCK):

@@ -120,6 +120,11 @@ class Plugin:
         profile = self.settings.experts
         if profile is None or self.rounder is None:
             return run(layer, dispatch_output)
+        if getattr(layer, "num_fused_shared_experts", 0):
+            raise EngineError(
+                f"tracekit: layer {layer.layer_id} runs shared experts as routed ones: they would be rounded, and "
+                "recorded among the routes\nstart the engine with --disable-shared-experts-fusion"
+            )
         if self.native is not None:
             return self.native.around(run, layer, dispatch_output)
         x = self.rounder.round(f"layers.{layer.layer_id}.moe_input", dispatch_output.hidden_states, profile)
