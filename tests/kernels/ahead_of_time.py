@@ -80,8 +80,9 @@ def sources(name: str):
     if kind == "kv":
         options = dict(BITS=1, KEEP=p.keeps_minus_zero, LAYOUT=n, PER_HEAD=8, **shared(profile, 32))
         return sys.modules["tracekit.kernels.kv_write"]._write_kv_kernel, options, TYPES
-    options = dict(BITS=n, VALUES=False, KEEP=p.keeps_minus_zero, **shared(profile, 64))
-    return sys.modules["tracekit.kernels.quantize_pack"]._quantize_pack_kernel, options, TYPES
+    options = dict(BITS=n, VALUES=False, KEEP=p.keeps_minus_zero, **shared(profile, 32))
+    types = TYPES | dict(low_ptr="*i32" if n in (2, 4) else "*u16")
+    return sys.modules["tracekit.kernels.quantize_pack"]._quantize_pack_kernel, options, types
 
 
 def report(name: str) -> dict:

@@ -8,9 +8,20 @@ import torch
 
 def _prmt(a, b, selector):
     bytes_ = [(word >> np.uint32(8 * i)) & np.uint32(255) for word in (a, b) for i in range(4)]
+    bytes_ += [(byte >> np.uint32(7)) * np.uint32(255) for byte in bytes_]  # 8 | i: the sign of byte i, eight times
     picks = [int(selector) >> (4 * i) & 15 for i in range(4)]
-    assert max(picks) < 8, "sign replication is not modelled"
     return sum(bytes_[p] << np.uint32(8 * i) for i, p in enumerate(picks)).astype(np.uint32)
+
+
+def _larger_bf16(a, b):
+    """The larger magnitude of each half, its sign the exclusive or of both; canonical NaN if either is NaN."""
+    out = np.zeros_like(a)
+    for shift in (0, 16):
+        x, y = ((word >> np.uint32(shift)) & np.uint32(0xFFFF) for word in (a, b))
+        magnitude = np.maximum(x & np.uint32(0x7FFF), y & np.uint32(0x7FFF))
+        half = np.where(magnitude > 0x7F80, np.uint32(0x7FFF), magnitude | ((x ^ y) & np.uint32(0x8000)))
+        out |= half.astype(np.uint32) << np.uint32(shift)
+    return out
 
 
 def _halves(word):
@@ -34,6 +45,7 @@ OPERATIONS = {
     "prmt.b32": _prmt,
     "cvt.rn.f16x2.e4m3x2": _e4m3x2,
     "mul.rn.f16x2": lambda a, b: _word(_halves(a) * _halves(b)),
+    "max.NaN.xorsign.abs.bf16x2": _larger_bf16,
     "add.s32": lambda a, b: a + np.uint32(b),
     "setp.ne.b32": lambda a, b: a != np.uint32(b),
     "setp.ne.and.b32": lambda a, b, p: (a != np.uint32(b)) & p,

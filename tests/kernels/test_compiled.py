@@ -46,6 +46,13 @@ def test_code_for_short_last_blocks():
     assert all(r["instructions"] > 100 and r["spills"] == r["fp64"] == 0 for r in rows), rows
 
 
+def test_codes_and_maxima_on_pairs_and_integers():
+    """A block of 16 of nvfp4-exact, every branch counted: 528 (b=0) and 568 (b=1) instructions, where fp32 maxima, fp32
+    minima and a sign an element took over 600."""
+    rows = compiled(["quantize:nvfp4-exact:0", "quantize:nvfp4-exact:1"])
+    assert all(r["instructions"] < limit for r, limit in zip(rows, (560, 600), strict=True)), rows
+
+
 @pytest.mark.long
 def test_guided_rounding_in_codes_takes_fewer_instructions():
     """`guided_floor` against the default rule, by bits; and it neither spills nor waits."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tracekit.kernels._triton import hardware_reciprocal, jit, tl
-from tracekit.kernels.rounding import e2m1_nearest, e4m3_decode, e4m3_encode, narrow
+from tracekit.kernels.rounding import e2m1_nearest, e4m3_decode, e4m3_encode, narrow, widen_tile
 from tracekit.numerics.profiles import PROFILES, Profile
 from tracekit.numerics.reciprocal import ulp_table
 
@@ -184,9 +184,11 @@ def four_or_six(x0, x1, amax, g, CHAIN: tl.constexpr, ROWS: tl.constexpr, HARDWA
 @jit
 def choose_scale(
     x0, x1, amax, g, like_ptr, CHAIN: tl.constexpr, ROWS: tl.constexpr, MIN_SCALE: tl.constexpr,
-    HARDWARE: tl.constexpr, INTERPRET: tl.constexpr,
+    PAIRS: tl.constexpr, HARDWARE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Scale byte (int32 [ROWS]) of blocks with maxima amax; 4over6 looks at the elements too."""
+    """Scale byte (int32 [ROWS]) of blocks with maxima amax; 4over6 looks at the elements (tiles x0 and x1) too."""
     if CHAIN == "mse" or CHAIN == "mae":
+        x0 = widen_tile(x0, ROWS, PAIRS)
+        x1 = widen_tile(x1, ROWS, PAIRS)
         return four_or_six(x0, x1, amax, g, CHAIN, ROWS, HARDWARE)
     return block_scale(amax, g, like_ptr, CHAIN, MIN_SCALE, HARDWARE, INTERPRET)

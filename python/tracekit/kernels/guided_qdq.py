@@ -19,7 +19,7 @@ from tracekit.kernels.guided_floor import guided_floor, placed
 from tracekit.kernels.low_bits import unpack_low_bits
 from tracekit.kernels.partial import blocks_of, load_codes, load_partial, place
 from tracekit.kernels.quantize_pack import chain_options, check_supported, per_block_scales
-from tracekit.kernels.rounding import absolute_maximum, e2m1_magnitude, load_eight, narrow, with_sign
+from tracekit.kernels.rounding import absolute_maximum, e2m1_magnitude, load_tile, narrow, widen_tile, with_sign
 from tracekit.numerics.guided import guided_round
 from tracekit.numerics.profiles import Profile, profile_info
 from tracekit.numerics.scales import resolve_global_scale
@@ -117,7 +117,7 @@ def _load_tile(
             if PLACED:
                 c = c << (28 if BITS == 4 else 22)
     else:
-        x = load_eight(x_ptr, start, mask, ROWS, PAIRS)
+        x = widen_tile(load_tile(x_ptr, start, mask, PAIRS), ROWS, PAIRS)
         c = x
         if BITS > 0:
             c = _codes(low_ptr, low_at, mask, BITS, PLACED)
@@ -199,7 +199,7 @@ def _guided_qdq_kernel(
         if BLOCK == 32:
             upper = tl.maximum(absolute_maximum(x2, True, INTERPRET), absolute_maximum(x3, True, INTERPRET))
             amax = tl.maximum(amax, upper)
-        own = choose_scale(x0, x1, amax, g, x_ptr, CHAIN, ROWS, MIN_SCALE, HARDWARE, INTERPRET)
+        own = choose_scale(x0, x1, amax, g, x_ptr, CHAIN, ROWS, MIN_SCALE, False, HARDWARE, INTERPRET)
         byte = tl.where(missing > 0, own, byte)
         inverse = scale_inverse(byte, g, ulp_ptr, CHAIN, TABLE)[:, None]
         factor = scale_factor(byte, g, CHAIN)[:, None]

@@ -23,6 +23,7 @@ from tracekit.kernels.quantize_pack import (
     check_supported,
     per_block_scales,
     quantize_blocks,
+    units_of,
 )
 from tracekit.numerics.formats import pack_codes
 from tracekit.numerics.profiles import Profile, profile_info
@@ -92,7 +93,7 @@ def launch_write_kv(
     chain = chain_of(p, x)
     rows = 1024 if INTERPRET else 32
     if d % p.block == 0:
-        codes_pool, low = codes_pool.view(torch.int32), None if low is None else low.view(torch.uint16)
+        codes_pool, low = codes_pool.view(torch.int32), None if low is None else units_of(low, bits)
     _write_kv_kernel[(cdiv(n, rows),)](
         x, slots, g_blocks, chain.ulps, codes_pool, scales_pool, scales_pool if low is None else low, n, covers,
         n // x.shape[0], page, d, 0x40800000,

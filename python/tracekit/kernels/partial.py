@@ -51,7 +51,7 @@ def store_codes(packed_ptr, packed_at, low_ptr, low_at, word, left, mask, BITS: 
     if BITS == 4:
         _store_bytes(low_ptr, low_at, whole, 4 * left, mask, 4)
     elif BITS > 0:
-        _store_bytes(low_ptr, low_at, keep_low_bits(whole.to(tl.int32), BITS), BITS * left, mask, BITS)
+        _store_bytes(low_ptr, low_at, keep_low_bits(whole.to(tl.int32), BITS).to(tl.int64), BITS * left, mask, BITS)
 
 
 @jit

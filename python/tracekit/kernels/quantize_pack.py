@@ -12,16 +12,19 @@ from tracekit.errors import ConfigError
 from tracekit.kernels._triton import INTERPRET, cdiv, hardware_casts, jit, runs_triton, tl
 from tracekit.kernels.chains import CHAINS, chain_of, choose_scale, over_scale, scale_factor, scale_inverse
 from tracekit.kernels.low_bits import pack_low_bits
+from tracekit.kernels.pairs import add_signs, larger_pairs, maximum_of_pairs
 from tracekit.kernels.partial import blocks_of, load_partial, place, store_codes
 from tracekit.kernels.rounding import (
-    _larger_or_nan,
     absolute_maximum,
     e2m1_magnitude,
     e2m1_round,
-    load_eight,
+    larger_or_nan,
+    load_tile,
     narrow,
     pack_words,
+    signed_code,
     store_low_bits,
+    widen_tile,
     with_sign,
 )
 from tracekit.numerics.formats import pack_codes
@@ -33,14 +36,15 @@ KERNEL_PROFILES = tuple(CHAINS)
 
 @jit
 def _tile(
-    x, inverse, factor, decode, four_bits, values_ptr, offset, left, mask,
+    tile, inverse, factor, decode, four_bits, values_ptr, offset, left, mask,
     ROWS: tl.constexpr, VALUES: tl.constexpr, CHAIN: tl.constexpr, DECODE: tl.constexpr, AWAY: tl.constexpr,
-    KEEP: tl.constexpr, PARTIAL: tl.constexpr, CAREFUL: tl.constexpr, INTERPRET: tl.constexpr,
+    KEEP: tl.constexpr, PARTIAL: tl.constexpr, PAIRS: tl.constexpr, CAREFUL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    rounded, nibbles, signed = e2m1_round(x, inverse[:, None], four_bits, CHAIN == "modelopt" or CHAIN == "ct", AWAY,
-                                          KEEP, CAREFUL, INTERPRET)  # fmt: skip
+    x = widen_tile(tile, ROWS, PAIRS)
+    rounded, signed = e2m1_round(x, inverse[:, None], CHAIN == "modelopt" or CHAIN == "ct", AWAY, KEEP, CAREFUL,
+                                 INTERPRET)  # fmt: skip
     if VALUES:
-        v = e2m1_magnitude(rounded - 12582916.0) * factor[:, None]
+        v = e2m1_magnitude(rounded.to(tl.float32, bitcast=True) - 12582916.0) * factor[:, None]
         if DECODE:
             v = v * decode
         v = narrow(with_sign(v, signed), values_ptr, INTERPRET)
@@ -48,22 +52,25 @@ def _tile(
         if PARTIAL:
             live = live & (tl.arange(0, 8)[None, :] < left[:, None])
         tl.store(values_ptr + offset[:, None] + tl.arange(0, 8)[None, :], v, mask=live)
-    return pack_words(nibbles, ROWS)
+    if PAIRS and KEEP and not (CAREFUL or INTERPRET):  # NaN counts as positive: that takes care
+        return add_signs(pack_words(rounded, ROWS, 4), tile, ROWS)
+    return pack_words(signed_code(rounded, signed, four_bits), ROWS, 0)
 
 
 @jit
 def _sixteen(
     x0, x1, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, start, packed_at, low_at, left, mask,
     ROWS: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, CHAIN: tl.constexpr, DECODE: tl.constexpr,
-    AWAY: tl.constexpr, KEEP: tl.constexpr, PARTIAL: tl.constexpr, CAREFUL: tl.constexpr, INTERPRET: tl.constexpr,
+    AWAY: tl.constexpr, KEEP: tl.constexpr, PARTIAL: tl.constexpr, PAIRS: tl.constexpr, CAREFUL: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Round and store 16 elements from `start` in two tiles: codes from word `packed_at`, low bits as number `low_at`
     of sixteens; PARTIAL: the first `left` elements, and both places are bytes.
     """
     w0 = _tile(x0, inverse, factor, decode, four_bits, values_ptr, start, left, mask, ROWS, VALUES, CHAIN, DECODE,
-               AWAY, KEEP, PARTIAL, CAREFUL, INTERPRET)  # fmt: skip
+               AWAY, KEEP, PARTIAL, PAIRS, CAREFUL, INTERPRET)  # fmt: skip
     w1 = _tile(x1, inverse, factor, decode, four_bits, values_ptr, start + 8, left - 8, mask, ROWS, VALUES, CHAIN,
-               DECODE, AWAY, KEEP, PARTIAL, CAREFUL, INTERPRET)  # fmt: skip
+               DECODE, AWAY, KEEP, PARTIAL, PAIRS, CAREFUL, INTERPRET)  # fmt: skip
     if PARTIAL:
         store_codes(packed_ptr, packed_at, low_ptr, low_at, w0, left, mask, BITS)
         store_codes(packed_ptr, packed_at + 4, low_ptr, low_at + BITS, w1, left - 8, mask, BITS)
@@ -72,6 +79,32 @@ def _sixteen(
         tl.store(packed_ptr + word, tl.join(w0, w1), mask=mask[:, None])
         if BITS > 0:
             store_low_bits(low_ptr, low_at, w0, w1, mask, BITS)
+
+
+@jit
+def _tiles_maximum(
+    x0, x1, SKIP_NAN: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, INTERPRET: tl.constexpr
+):  # fmt: skip
+    first = absolute_maximum(widen_tile(x0, ROWS, PAIRS), SKIP_NAN, INTERPRET)
+    return larger_or_nan(first, absolute_maximum(widen_tile(x1, ROWS, PAIRS), SKIP_NAN, INTERPRET))
+
+
+@jit
+def _block_maximum(
+    x0, x1, x2, x3, SKIP_NAN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    HARDWARE: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """max |x| of each block, of tiles x0 and x1, and for blocks of 32 x2 and x3; NaN if there is one or, SKIP_NAN, not
+    counted."""
+    if PAIRS and HARDWARE and not SKIP_NAN:
+        pairs = larger_pairs(x0, x1)
+        if BLOCK == 32:
+            pairs = larger_pairs(pairs, larger_pairs(x2, x3))
+        return maximum_of_pairs(pairs, ROWS)
+    amax = _tiles_maximum(x0, x1, SKIP_NAN, ROWS, PAIRS, INTERPRET)
+    if BLOCK == 32:
+        amax = larger_or_nan(amax, _tiles_maximum(x2, x3, SKIP_NAN, ROWS, PAIRS, INTERPRET))
+    return amax
 
 
 @jit
@@ -95,19 +128,17 @@ def quantize_blocks(
     else:
         left = block
         start = block * BLOCK
-        x0 = load_eight(x_ptr, start, mask, ROWS, PAIRS)
-        x1 = load_eight(x_ptr, start + 8, mask, ROWS, PAIRS)
-    amax = _larger_or_nan(absolute_maximum(x0, False, INTERPRET), absolute_maximum(x1, False, INTERPRET))
+        x0 = load_tile(x_ptr, start, mask, PAIRS)
+        x1 = load_tile(x_ptr, start + 8, mask, PAIRS)
     x2, x3 = x0, x1
     if BLOCK == 32:
         if PARTIAL:
             x2 = load_partial(x_ptr, start + 16, left - 16, mask, INTERPRET)
             x3 = load_partial(x_ptr, start + 24, left - 24, mask, INTERPRET)
         else:
-            x2 = load_eight(x_ptr, start + 16, mask, ROWS, PAIRS)
-            x3 = load_eight(x_ptr, start + 24, mask, ROWS, PAIRS)
-        upper = _larger_or_nan(absolute_maximum(x2, False, INTERPRET), absolute_maximum(x3, False, INTERPRET))
-        amax = _larger_or_nan(amax, upper)
+            x2 = load_tile(x_ptr, start + 16, mask, PAIRS)
+            x3 = load_tile(x_ptr, start + 24, mask, PAIRS)
+    amax = _block_maximum(x0, x1, x2, x3, False, BLOCK, ROWS, PAIRS, HARDWARE, INTERPRET)
     g = 1.0
     decode = 1.0
     DECODE: tl.constexpr = CHAIN == "exact" or CHAIN == "fast" or CHAIN == "mse" or CHAIN == "mae"
@@ -118,7 +149,7 @@ def quantize_blocks(
         else:
             g = tl.load(g_ptr + block // blocks_per_scale, mask=mask, other=1.0)
             decode = tl.div_rn(1.0, g)[:, None]
-    byte = choose_scale(x0, x1, amax, g, x_ptr, CHAIN, ROWS, MIN_SCALE, HARDWARE, INTERPRET)
+    byte = choose_scale(x0, x1, amax, g, x_ptr, CHAIN, ROWS, MIN_SCALE, PAIRS, HARDWARE, INTERPRET)
     inverse = scale_inverse(byte, g, ulp_ptr, CHAIN, TABLE)
     # Products of 7 and above (a stale global scale, a subnormal block scale) and NaN are rare: they have a branch.
     rare = tl.max(tl.where(over_scale(amax, inverse, CHAIN) < 7.0, 0, 1), axis=0)
@@ -133,29 +164,26 @@ def quantize_blocks(
         low_at = block * (BLOCK // 16)
         packed_at = target * (BLOCK // 8)
     if rare > 0:
-        amax = tl.maximum(absolute_maximum(x0, True, INTERPRET), absolute_maximum(x1, True, INTERPRET))
-        if BLOCK == 32:
-            upper = tl.maximum(absolute_maximum(x2, True, INTERPRET), absolute_maximum(x3, True, INTERPRET))
-            amax = tl.maximum(amax, upper)
-        byte = choose_scale(x0, x1, amax, g, x_ptr, CHAIN, ROWS, MIN_SCALE, HARDWARE, INTERPRET)
+        amax = _block_maximum(x0, x1, x2, x3, True, BLOCK, ROWS, PAIRS, HARDWARE, INTERPRET)
+        byte = choose_scale(x0, x1, amax, g, x_ptr, CHAIN, ROWS, MIN_SCALE, PAIRS, HARDWARE, INTERPRET)
         inverse = scale_inverse(byte, g, ulp_ptr, CHAIN, TABLE)
         factor = scale_factor(byte, g, CHAIN)
         _sixteen(x0, x1, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, start, packed_at,
-                 low_at, left, mask, ROWS, BITS, VALUES, CHAIN, DECODE, AWAY, KEEP, PARTIAL, True,
-                 INTERPRET)  # fmt: skip
+                 low_at, left, mask, ROWS, BITS, VALUES, CHAIN, DECODE, AWAY, KEEP, PARTIAL, PAIRS,
+                 True, INTERPRET)  # fmt: skip
         if BLOCK == 32:
             _sixteen(x2, x3, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, start + 16,
                      packed_at + PACKED_STEP, low_at + LOW_STEP, left - 16, mask, ROWS, BITS, VALUES, CHAIN, DECODE,
-                     AWAY, KEEP, PARTIAL, True, INTERPRET)  # fmt: skip
+                     AWAY, KEEP, PARTIAL, PAIRS, True, INTERPRET)  # fmt: skip
     else:
         factor = scale_factor(byte, g, CHAIN)
         _sixteen(x0, x1, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, start, packed_at,
-                 low_at, left, mask, ROWS, BITS, VALUES, CHAIN, DECODE, AWAY, KEEP, PARTIAL, False,
-                 INTERPRET)  # fmt: skip
+                 low_at, left, mask, ROWS, BITS, VALUES, CHAIN, DECODE, AWAY, KEEP, PARTIAL, PAIRS,
+                 False, INTERPRET)  # fmt: skip
         if BLOCK == 32:
             _sixteen(x2, x3, inverse, factor, decode, four_bits, packed_ptr, low_ptr, values_ptr, start + 16,
                      packed_at + PACKED_STEP, low_at + LOW_STEP, left - 16, mask, ROWS, BITS, VALUES, CHAIN, DECODE,
-                     AWAY, KEEP, PARTIAL, False, INTERPRET)  # fmt: skip
+                     AWAY, KEEP, PARTIAL, PAIRS, False, INTERPRET)  # fmt: skip
     tl.store(scales_ptr + scale_at, byte.to(tl.uint8), mask=mask)
 
 
@@ -181,9 +209,15 @@ def chain_options(p: Profile, x: Tensor, n_scales: int) -> dict[str, object]:
     return dict(
         BLOCK=p.block, SCALES=1 if n_scales == 1 else 2, CHAIN=CHAINS[p.name], E8M0=p.scale_format == "e8m0",
         MIN_SCALE=getattr(p, "min_scale", 0), AWAY=p.ties == "away", HARDWARE=hardware_casts(x),
-        PARTIAL=x.shape[-1] % p.block != 0, PAIRS=x.dtype == torch.bfloat16, INTERPRET=INTERPRET,
+        PARTIAL=x.shape[-1] % p.block != 0, PAIRS=x.dtype == torch.bfloat16 and x.shape[-1] % p.block == 0,
+        INTERPRET=INTERPRET,
         enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def units_of(low: Tensor, bits: int) -> Tensor:
+    """A buffer of low bits in the units of `store_low_bits`."""
+    return low.view(torch.int32 if bits in (2, 4) else torch.uint16)
 
 
 def check_supported(x: Tensor, p: Profile) -> None:
@@ -218,10 +252,10 @@ def launch_quantize_pack(
     if n == 0:
         return
     g_blocks, n_scales, covers = per_block_scales(x, g if p.has_global else None, p.block)
-    rows = rows or (1024 if INTERPRET else 64 if n >= 1 << 15 else 32)
+    rows = rows or (1024 if INTERPRET else 32)  # of 64 the compiler takes two minima for the least of three
     chain = chain_of(p, x)
     if k % p.block == 0:
-        packed, low = packed.view(torch.int32), None if low is None else low.view(torch.uint16)
+        packed, low = packed.view(torch.int32), None if low is None else units_of(low, bits)
     _quantize_pack_kernel[(cdiv(n, rows),)](
         x, g_blocks, chain.ulps, packed, scales, scales if low is None else low, x if values is None else values, n,
         covers, k, 0x40800000,

@@ -11,19 +11,24 @@ because 2 and 4 are even); the code is concave in `a`, so the right one is the s
 from __future__ import annotations
 
 from tracekit.kernels._triton import jit, tl
+from tracekit.kernels.pairs import load_pairs, widen_pairs
+
+
+@jit
+def _bits(v):
+    return v.to(tl.int32, bitcast=True)
 
 
 @jit
 def e2m1_round(
-    x, inverse, four_bits, DIVIDE: tl.constexpr, TIES_AWAY: tl.constexpr, KEEP_MINUS_ZERO: tl.constexpr,
-    CAREFUL: tl.constexpr, INTERPRET: tl.constexpr,
+    x, inverse, DIVIDE: tl.constexpr, TIES_AWAY: tl.constexpr, KEEP_MINUS_ZERO: tl.constexpr, CAREFUL: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """z, fp32 x times (or, DIVIDE, over) inverse -> (M + 4 + magnitude code, M + code, sign in bit 3, z or its sign).
+    """z, fp32 x times (or, DIVIDE, over) inverse -> (M + 4 + magnitude code as int32 bits, z or its sign).
 
     M = 1.5 * 2^23. CAREFUL takes products of 7 and above (saturation) and NaN (which counts as +6); without it there
-    may be neither. A GPU's product with a NaN is the positive canonical NaN, and its minimum drops NaN, so only the
-    interpreter has to replace it. `four_bits` is 0x40800000 (4.0) at run time: as a constant the compiler needs two
-    instructions.
+    may be neither. A GPU's product with a NaN is the positive canonical NaN, which is above all other numbers as
+    an integer too, so only the interpreter has to replace it.
     """
     if CAREFUL:
         x = tl.div_rn(x, inverse) if DIVIDE else x * inverse
@@ -41,12 +46,20 @@ def e2m1_round(
         a = (a.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
     if not KEEP_MINUS_ZERO:
         x = x + 0.0
-    r = tl.minimum(tl.fma(a, 2.0, 12582916.0), a + 12582918.0)
-    r = tl.minimum(r, tl.fma(a, 0.5, 12582920.0))
+    # Positive numbers compare as integers do, of which the least of three is one instruction.
+    r = tl.minimum(_bits(tl.fma(a, 2.0, 12582916.0)), _bits(a + 12582918.0))
+    r = tl.minimum(r, _bits(tl.fma(a, 0.5, 12582920.0)))
     if CAREFUL:
-        r = tl.minimum(r, 12582923.0)
-    four = ((x.to(tl.int32, bitcast=True) & -2147483648) | four_bits).to(tl.float32, bitcast=True)
-    return r, r - four, x
+        r = tl.minimum(r, 0x4B40000B)
+    return r, x
+
+
+@jit
+def signed_code(rounded, z, four_bits):
+    """Bits of M + code from M + 4 + magnitude code, the sign of fp32 z in bit 3. `four_bits` is 0x40800000 (4.0) at run
+    time: as a constant the compiler needs two instructions."""
+    four = ((_bits(z) & -2147483648) | four_bits).to(tl.float32, bitcast=True)
+    return _bits(rounded.to(tl.float32, bitcast=True) - four)
 
 
 @jit
@@ -73,36 +86,20 @@ def e2m1_nearest(z):
 
 
 @jit
-def pack_words(nibbles, ROWS: tl.constexpr):
-    """M + code, fp32 [ROWS, 8] -> int32 words [ROWS], element j in bits 4j..4j+3.
+def pack_words(bits, ROWS: tl.constexpr, FIRST: tl.constexpr):
+    """Bits of M + FIRST + code, int32 [ROWS, 8] -> words [ROWS], element j in bits 4j..4j+3; FIRST is 0 or 4.
 
-    Each step adds one shifted operand (one instruction); the shifted exponents of M come off at the end.
+    Each step adds one shifted operand (one instruction); what M + FIRST leaves comes off at the end.
     """
-    bits = nibbles.to(tl.int32, bitcast=True)
     low, high = tl.split(tl.reshape(bits, (ROWS, 4, 2)))
     low, high = tl.split(tl.reshape(low + (high << 4), (ROWS, 2, 2)))
     low, high = tl.split(tl.reshape(low + (high << 8), (ROWS, 2)))
-    return low + (high << 16) - 1061158912
-
-
-@jit
-def load_eight(ptr, offset, mask, ROWS: tl.constexpr, PAIRS: tl.constexpr):
-    """Eight elements of each row as fp32 [ROWS, 8], from element `offset` [ROWS]; a bf16 pair is one int32 lane."""
-    if PAIRS:
-        word = tl.load(
-            ptr.to(tl.pointer_type(tl.int32)) + (offset // 2)[:, None] + tl.arange(0, 4)[None, :],
-            mask=mask[:, None],
-            other=0,
-        )
-        even = (word << 16).to(tl.float32, bitcast=True)
-        odd = (word & -65536).to(tl.float32, bitcast=True)
-        return tl.reshape(tl.join(even, odd), (ROWS, 8))
-    return tl.load(ptr + offset[:, None] + tl.arange(0, 8)[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
+    return low + (high << 16) - (1061158912 if FIRST == 0 else -2088483772)
 
 
 @jit
 def keep_low_bits(word, BITS: tl.constexpr):
-    """The low BITS bits of each of a word's eight nibbles, packed: int32 -> int64 with 8 * BITS bits set at most."""
+    """The low BITS (1, 2, 3) bits of each of a word's eight nibbles, packed: int32 -> uint32 of 8 * BITS bits."""
     w = word.to(tl.uint32, bitcast=True)
     if BITS == 1:
         w = w & 0x11111111
@@ -118,18 +115,22 @@ def keep_low_bits(word, BITS: tl.constexpr):
         w = (w & 0x07070707) | ((w >> 1) & 0x38383838)
         w = (w & 0x003F003F) | ((w >> 2) & 0x0FC00FC0)
         w = (w & 0x00000FFF) | ((w >> 4) & 0x00FFF000)
-    return w.to(tl.int64)
+    return w
 
 
 @jit
 def store_low_bits(ptr, index, first, second, mask, BITS: tl.constexpr):
-    """Write the low bits of 16 elements (two words) as BITS 16-bit units at unit `index * BITS` of `ptr` (uint16)."""
+    """Write the low bits of sixteen number `index`, two words, to `ptr`: int32 for 2 and 4 bits, else uint16."""
     if BITS == 4:
-        both = (first.to(tl.int64) & 0xFFFFFFFF) | (second.to(tl.int64) << 32)
+        both = tl.join(first, second)
+        tl.store(ptr + index[:, None] * 2 + tl.arange(0, 2)[None, :], both, mask=mask[:, None])
+    elif BITS == 3:
+        both = keep_low_bits(first, 3).to(tl.int64) | (keep_low_bits(second, 3).to(tl.int64) << 24)
+        for i in tl.static_range(3):
+            tl.store(ptr + index * 3 + i, ((both >> (16 * i)) & 0xFFFF).to(tl.uint16), mask=mask)
     else:
         both = keep_low_bits(first, BITS) | (keep_low_bits(second, BITS) << (8 * BITS))
-    for i in tl.static_range(BITS):
-        tl.store(ptr + index * BITS + i, ((both >> (16 * i)) & 0xFFFF).to(tl.uint16), mask=mask)
+        tl.store(ptr + index, both.to(ptr.dtype.element_ty), mask=mask)
 
 
 # One value a conversion, straight to a word: of Triton's cast, two a conversion and then taken apart, ptxas 12.8 and
@@ -154,10 +155,8 @@ def e4m3_encode(v, HARDWARE: tl.constexpr):
 @jit
 def e4m3_decode(byte):
     """fp32 value of a positive E4M3 byte (int32); 0x7F, the mark of a missing block, comes back as 480."""
-    exponent = byte >> 3
-    mantissa = byte & 7
-    normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
-    return tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)
+    # As bits of an fp32 it is 2^120 times too small, E4M3's subnormals among fp32's.
+    return (byte << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
 @jit
@@ -179,8 +178,26 @@ def narrow(v, ptr, INTERPRET: tl.constexpr):
 
 
 @jit
-def _larger_or_nan(a, b):
+def larger_or_nan(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def load_tile(ptr, offset, mask, PAIRS: tl.constexpr):
+    """Eight elements of each row from element `offset` [ROWS], as `widen_tile` takes them."""
+    if PAIRS:
+        return load_pairs(ptr, offset, mask)
+    else:
+        return tl.load(ptr + offset[:, None] + tl.arange(0, 8)[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
+
+
+@jit
+def widen_tile(tile, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    """fp32 [ROWS, 8] of a tile."""
+    if PAIRS:
+        return widen_pairs(tile, ROWS)
+    else:
+        return tile
 
 
 @jit
@@ -193,4 +210,4 @@ def absolute_maximum(x, SKIP_NAN: tl.constexpr, INTERPRET: tl.constexpr):
         return a if SKIP_NAN else tl.where(nan > 0, float("nan"), a)
     if SKIP_NAN:
         return tl.maximum(tl.max(a, axis=1), 0.0)  # of nothing but NaN the maximum is NaN
-    return tl.reduce(a, 1, _larger_or_nan)
+    return tl.reduce(a, 1, larger_or_nan)
