@@ -13,7 +13,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tracekit.kernels._triton import hardware_reciprocal, jit, tl
-from tracekit.kernels.rounding import e2m1_nearest, e4m3_decode, e4m3_encode, narrow, widen_tile
+from tracekit.kernels.rounding import e2m1_nearest, e4m3_decode, e4m3_encode, narrow
+from tracekit.kernels.tiles import widen_tile
 from tracekit.numerics.profiles import PROFILES, Profile
 from tracekit.numerics.reciprocal import ulp_table
 

@@ -19,7 +19,8 @@ from tracekit.kernels.guided_floor import guided_floor, placed
 from tracekit.kernels.low_bits import unpack_low_bits
 from tracekit.kernels.partial import blocks_of, load_codes, load_partial, place
 from tracekit.kernels.quantize_pack import chain_options, check_supported, per_block_scales
-from tracekit.kernels.rounding import absolute_maximum, e2m1_magnitude, load_tile, narrow, widen_tile, with_sign
+from tracekit.kernels.rounding import e2m1_magnitude, narrow, with_sign
+from tracekit.kernels.tiles import block_maximum, load_tile, widen_tile
 from tracekit.numerics.guided import guided_round
 from tracekit.numerics.profiles import Profile, profile_info
 from tracekit.numerics.scales import resolve_global_scale
@@ -195,10 +196,7 @@ def _guided_qdq_kernel(
     if FOLD:
         rare = rare | ((decode if SCALES == 1 else tl.max(decode)) >= 1.3292279957849159e36)  # 2^120
     if rare:  # some have no record: nearest under the block's own scale
-        amax = tl.maximum(absolute_maximum(x0, True, INTERPRET), absolute_maximum(x1, True, INTERPRET))
-        if BLOCK == 32:
-            upper = tl.maximum(absolute_maximum(x2, True, INTERPRET), absolute_maximum(x3, True, INTERPRET))
-            amax = tl.maximum(amax, upper)
+        amax = block_maximum(x0, x1, x2, x3, True, BLOCK, ROWS, False, HARDWARE, INTERPRET)
         own = choose_scale(x0, x1, amax, g, x_ptr, CHAIN, ROWS, MIN_SCALE, False, HARDWARE, INTERPRET)
         byte = tl.where(missing > 0, own, byte)
         inverse = scale_inverse(byte, g, ulp_ptr, CHAIN, TABLE)[:, None]

@@ -12,21 +12,17 @@ from tracekit.errors import ConfigError
 from tracekit.kernels._triton import INTERPRET, cdiv, hardware_casts, jit, runs_triton, tl
 from tracekit.kernels.chains import CHAINS, chain_of, choose_scale, over_scale, scale_factor, scale_inverse
 from tracekit.kernels.low_bits import pack_low_bits
-from tracekit.kernels.pairs import add_signs, larger_pairs, maximum_of_pairs
 from tracekit.kernels.partial import blocks_of, load_partial, place, store_codes
 from tracekit.kernels.rounding import (
-    absolute_maximum,
     e2m1_magnitude,
     e2m1_round,
-    larger_or_nan,
-    load_tile,
     narrow,
     pack_words,
     signed_code,
     store_low_bits,
-    widen_tile,
     with_sign,
 )
+from tracekit.kernels.tiles import add_signs, block_maximum, load_tile, widen_tile
 from tracekit.numerics.formats import pack_codes
 from tracekit.numerics.profiles import Profile, profile_info
 from tracekit.numerics.quantize import quantize_dequantize
@@ -82,32 +78,6 @@ def _sixteen(
 
 
 @jit
-def _tiles_maximum(
-    x0, x1, SKIP_NAN: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, INTERPRET: tl.constexpr
-):  # fmt: skip
-    first = absolute_maximum(widen_tile(x0, ROWS, PAIRS), SKIP_NAN, INTERPRET)
-    return larger_or_nan(first, absolute_maximum(widen_tile(x1, ROWS, PAIRS), SKIP_NAN, INTERPRET))
-
-
-@jit
-def _block_maximum(
-    x0, x1, x2, x3, SKIP_NAN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
-    HARDWARE: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """max |x| of each block, of tiles x0 and x1, and for blocks of 32 x2 and x3; NaN if there is one or, SKIP_NAN, not
-    counted."""
-    if PAIRS and HARDWARE and not SKIP_NAN:
-        pairs = larger_pairs(x0, x1)
-        if BLOCK == 32:
-            pairs = larger_pairs(pairs, larger_pairs(x2, x3))
-        return maximum_of_pairs(pairs, ROWS)
-    amax = _tiles_maximum(x0, x1, SKIP_NAN, ROWS, PAIRS, INTERPRET)
-    if BLOCK == 32:
-        amax = larger_or_nan(amax, _tiles_maximum(x2, x3, SKIP_NAN, ROWS, PAIRS, INTERPRET))
-    return amax
-
-
-@jit
 def quantize_blocks(
     x_ptr, g_ptr, ulp_ptr, packed_ptr, scales_ptr, low_ptr, values_ptr, block, target, scale_at, mask,
     blocks_per_scale, length, four_bits,
@@ -138,7 +108,7 @@ def quantize_blocks(
         else:
             x2 = load_tile(x_ptr, start + 16, mask, PAIRS)
             x3 = load_tile(x_ptr, start + 24, mask, PAIRS)
-    amax = _block_maximum(x0, x1, x2, x3, False, BLOCK, ROWS, PAIRS, HARDWARE, INTERPRET)
+    amax = block_maximum(x0, x1, x2, x3, False, BLOCK, ROWS, PAIRS, HARDWARE, INTERPRET)
     g = 1.0
     decode = 1.0
     DECODE: tl.constexpr = CHAIN == "exact" or CHAIN == "fast" or CHAIN == "mse" or CHAIN == "mae"
@@ -164,7 +134,7 @@ def quantize_blocks(
         low_at = block * (BLOCK // 16)
         packed_at = target * (BLOCK // 8)
     if rare > 0:
-        amax = _block_maximum(x0, x1, x2, x3, True, BLOCK, ROWS, PAIRS, HARDWARE, INTERPRET)
+        amax = block_maximum(x0, x1, x2, x3, True, BLOCK, ROWS, PAIRS, HARDWARE, INTERPRET)
         byte = choose_scale(x0, x1, amax, g, x_ptr, CHAIN, ROWS, MIN_SCALE, PAIRS, HARDWARE, INTERPRET)
         inverse = scale_inverse(byte, g, ulp_ptr, CHAIN, TABLE)
         factor = scale_factor(byte, g, CHAIN)

@@ -1,4 +1,4 @@
-"""Device functions shared by the kernels: E2M1 and E4M3 rounding, loads, packing. (Scales: `chains`.)
+"""Device functions shared by the kernels: E2M1 and E4M3 rounding, packing. (Loads: `tiles`; scales: `chains`.)
 
 Every function has one meaning on the GPU and in the interpreter: no contraction (kernels launch with
 `enable_fp_fusion=False`; `tl.fma` is used only where the product is exact), no approximate division.
@@ -11,7 +11,6 @@ because 2 and 4 are even); the code is concave in `a`, so the right one is the s
 from __future__ import annotations
 
 from tracekit.kernels._triton import jit, tl
-from tracekit.kernels.pairs import load_pairs, widen_pairs
 
 
 @jit
@@ -175,39 +174,3 @@ def narrow(v, ptr, INTERPRET: tl.constexpr):
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
     return v.to(ptr.dtype.element_ty)
-
-
-@jit
-def larger_or_nan(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@jit
-def load_tile(ptr, offset, mask, PAIRS: tl.constexpr):
-    """Eight elements of each row from element `offset` [ROWS], as `widen_tile` takes them."""
-    if PAIRS:
-        return load_pairs(ptr, offset, mask)
-    else:
-        return tl.load(ptr + offset[:, None] + tl.arange(0, 8)[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
-
-
-@jit
-def widen_tile(tile, ROWS: tl.constexpr, PAIRS: tl.constexpr):
-    """fp32 [ROWS, 8] of a tile."""
-    if PAIRS:
-        return widen_pairs(tile, ROWS)
-    else:
-        return tile
-
-
-@jit
-def absolute_maximum(x, SKIP_NAN: tl.constexpr, INTERPRET: tl.constexpr):
-    """max |x| along axis 1; NaN if there is one, unless SKIP_NAN. (Interpreters differ in what tl.max does.)"""
-    a = tl.abs(x)
-    if INTERPRET:
-        nan = tl.max((a != a).to(tl.int32), axis=1)
-        a = tl.max(tl.where(a != a, 0.0, a), axis=1)
-        return a if SKIP_NAN else tl.where(nan > 0, float("nan"), a)
-    if SKIP_NAN:
-        return tl.maximum(tl.max(a, axis=1), 0.0)  # of nothing but NaN the maximum is NaN
-    return tl.reduce(a, 1, larger_or_nan)

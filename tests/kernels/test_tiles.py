@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from run_ptx import run
 
-from tracekit.kernels.pairs import _LARGER, _SIGNS
+from tracekit.kernels.tiles import _LARGER, _SIGNS
 
 
 def test_signs_of_a_tile_reach_their_nibbles():
