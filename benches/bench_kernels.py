@@ -10,6 +10,7 @@ where bytes are each input read once and each output written once.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -191,12 +192,13 @@ def bench_decode() -> None:
     n = x.numel()
     base = graph_us(lambda: _copy_kernel[(triton.cdiv(n, 1024),)](x, y, n, BLOCK=1024))
     times = {"copy (triton)": base, "copy (torch)": graph_us(lambda: y.copy_(x))}
-    for rows, warps in ((32, 1), (64, 2)):
+    for rows, warps in ((8, 1), (16, 1), (32, 1), (64, 2)):
         times[f"quantize+pack+capture rows={rows} warps={warps}"] = graph_us(
             lambda r=rows, w=warps: launch_quantize_pack(x, p, g, packed, scales, low, None, 1, r, w)
         )
-        times[f"guided qdq b=1 rows={rows} warps={warps}"] = graph_us(
-            lambda r=rows, w=warps: launch_guided_qdq(x, p, g, low, scales, y, 1, False, r, w)
+    for rows, warps, floor in itertools.product((8, 16, 32), (1,), (False, True)):  # 8 blocks: 4 elements a thread
+        times[f"guided qdq b=1 {'codes' if floor else 'values'} rows={rows} warps={warps}"] = graph_us(
+            lambda r=rows, w=warps, f=floor: launch_guided_qdq(x, p, g, low, scales, y, 1, False, r, w, f)
         )
     for name, us in times.items():
         ROWS.append(dict(name=f"decode [64,2048] {name}", us=us, over_copy=us / base))

@@ -73,16 +73,16 @@ def sources(name: str):
         types = TYPES | dict(low_ptr="*u8", given_ptr=scales, codes_ptr="*u8", scales_ptr=scales)
         return sys.modules["tracekit.kernels.eight_bit"]._eight_bit_kernel, options, types
     p, n = profile_info(profile), int(n)
+    low = "*i32" if n in (2, 4) else "*u16"
     if kind == "guided":
         options = dict(BITS=n, OPEN=False, FLOOR=floor, MISSING=p.missing_scale, **shared(profile, 32))
         kernel = sys.modules["tracekit.kernels.guided_qdq"]._guided_qdq_kernel
-        return kernel, options, TYPES | {"low_ptr": "*u8"}
+        return kernel, options, TYPES | dict(low_ptr=low)
     if kind == "kv":
         options = dict(BITS=1, KEEP=p.keeps_minus_zero, LAYOUT=n, PER_HEAD=8, **shared(profile, 32))
         return sys.modules["tracekit.kernels.kv_write"]._write_kv_kernel, options, TYPES
     options = dict(BITS=n, VALUES=False, KEEP=p.keeps_minus_zero, **shared(profile, 32))
-    types = TYPES | dict(low_ptr="*i32" if n in (2, 4) else "*u16")
-    return sys.modules["tracekit.kernels.quantize_pack"]._quantize_pack_kernel, options, types
+    return sys.modules["tracekit.kernels.quantize_pack"]._quantize_pack_kernel, options, TYPES | dict(low_ptr=low)
 
 
 def report(name: str) -> dict:

@@ -96,6 +96,22 @@ def test_every_cell_and_code(device, rule, bits, rounding):
     assert torch.equal(got.cpu(), want)
 
 
+@pytest.mark.parametrize("bits", range(1, 5))
+@pytest.mark.parametrize("profile", ["nvfp4-exact", "mxfp4-rceil"])
+def test_codes_at_any_address(device, rule, profile, bits):
+    """Packed codes are read in words: a record that starts at an odd byte of a larger buffer is read as well."""
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(bits))
+    q = quantize(x, profile, global_scale=300.0)
+    low = pack_low_bits(q.codes, bits)
+    y, args = drifted(x), dict(bits=bits, profile=profile, global_scale=300.0)
+    want = guided_round(y, q.codes & ((1 << bits) - 1), q.scales, **args)
+    buffer = torch.empty(low.numel() + 3, dtype=torch.uint8, device=device)
+    for first in range(4):
+        there = buffer[first : first + low.numel()].view(low.shape)
+        there.copy_(low)
+        assert torch.equal(guided_qdq(y.to(device), there, q.scales.to(device), **args).cpu(), want)
+
+
 def test_backward_is_straight_through(device):
     x = torch.randn(4, 32, device=device, requires_grad=True)
     q = quantize(x, "nvfp4-exact", amax=4.0)

@@ -18,8 +18,8 @@ from tracekit.kernels.chains import chain_of, choose_scale, over_scale, scale_fa
 from tracekit.kernels.guided_floor import guided_floor, placed
 from tracekit.kernels.low_bits import unpack_low_bits
 from tracekit.kernels.partial import blocks_of, load_codes, load_partial, place
-from tracekit.kernels.quantize_pack import chain_options, check_supported, per_block_scales
-from tracekit.kernels.rounding import e2m1_magnitude, narrow, with_sign
+from tracekit.kernels.quantize_pack import chain_options, check_supported, per_block_scales, units_of
+from tracekit.kernels.rounding import e2m1_magnitude, load_low_bits, narrow, with_sign
 from tracekit.kernels.tiles import block_maximum, load_tile, widen_tile
 from tracekit.numerics.guided import guided_round
 from tracekit.numerics.profiles import Profile, profile_info
@@ -91,12 +91,8 @@ def guided_values(
 
 
 @jit
-def _codes(low_ptr, at, mask, BITS: tl.constexpr, PLACED: tl.constexpr):
-    """Low-bit codes int32 [ROWS, 8] of eight elements stored in BITS bytes from byte `at`; PLACED for
-    `guided_floor`."""
-    word = tl.load(low_ptr + at, mask=mask, other=0).to(tl.int32)
-    for i in tl.static_range(1, BITS):
-        word = word | (tl.load(low_ptr + at + i, mask=mask, other=0).to(tl.int32) << (8 * i))
+def _codes(word, BITS: tl.constexpr, PLACED: tl.constexpr):
+    """Low-bit codes int32 [ROWS, 8] of a word of eight [ROWS]; PLACED for `guided_floor`."""
     if PLACED:
         return placed(word, BITS)
     codes = word[:, None] >> (tl.arange(0, 8) * BITS)[None, :]
@@ -104,25 +100,32 @@ def _codes(low_ptr, at, mask, BITS: tl.constexpr, PLACED: tl.constexpr):
 
 
 @jit
-def _load_tile(
-    x_ptr, low_ptr, start, low_at, left, mask,
-    ROWS: tl.constexpr, BITS: tl.constexpr, PLACED: tl.constexpr, PARTIAL: tl.constexpr, PAIRS: tl.constexpr,
-    INTERPRET: tl.constexpr,
+def _load_partial(
+    x_ptr, low_ptr, start, low_at, left, mask, BITS: tl.constexpr, PLACED: tl.constexpr, INTERPRET: tl.constexpr
 ):  # fmt: skip
     """Eight elements of each row as fp32 and their codes (the elements again for BITS 0)."""
-    if PARTIAL:
-        x = load_partial(x_ptr, start, left, mask, INTERPRET)
-        c = x
-        if BITS > 0:
-            c = load_codes(low_ptr, low_at, left, mask, BITS)
-            if PLACED:
-                c = c << (28 if BITS == 4 else 22)
-    else:
-        x = widen_tile(load_tile(x_ptr, start, mask, PAIRS), ROWS, PAIRS)
-        c = x
-        if BITS > 0:
-            c = _codes(low_ptr, low_at, mask, BITS, PLACED)
+    x = load_partial(x_ptr, start, left, mask, INTERPRET)
+    c = x
+    if BITS > 0:
+        c = load_codes(low_ptr, low_at, left, mask, BITS)
+        if PLACED:
+            c = c << (28 if BITS == 4 else 22)
     return x, c
+
+
+@jit
+def _load_sixteen(
+    x_ptr, low_ptr, start, index, mask,
+    ROWS: tl.constexpr, BITS: tl.constexpr, PLACED: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Two tiles from element `start`, sixteen number `index`, and their codes, as `_load_partial`."""
+    x0 = load_tile(x_ptr, start, mask, PAIRS)
+    x1 = load_tile(x_ptr, start + 8, mask, PAIRS)
+    c0, c1 = x0, x1
+    if BITS > 0:
+        w0, w1 = load_low_bits(low_ptr, index, mask, BITS)
+        c0, c1 = _codes(w0, BITS, PLACED), _codes(w1, BITS, PLACED)
+    return widen_tile(x0, ROWS, PAIRS), widen_tile(x1, ROWS, PAIRS), c0, c1
 
 
 @jit
@@ -159,26 +162,26 @@ def _guided_qdq_kernel(
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = block < n_blocks
     # Every load is issued before the first use: the branch below waits for the scales.
+    PLACED: tl.constexpr = FLOOR and BITS > 0 and not OPEN
     if PARTIAL:
         row, column = place(block, length, BLOCK)
         left = length - column
         start = row * length + column
-        low_at = row * ((length * BITS + 7) // 8) + column // 8 * BITS
+        at = row * ((length * BITS + 7) // 8) + column // 8 * BITS
+        x0, c0 = _load_partial(x_ptr, low_ptr, start, at, left, mask, BITS, PLACED, INTERPRET)
+        x1, c1 = _load_partial(x_ptr, low_ptr, start + 8, at + BITS, left - 8, mask, BITS, PLACED, INTERPRET)
     else:
         left = block
         start = block * BLOCK
-        low_at = block * (BLOCK // 8) * BITS
-    PLACED: tl.constexpr = FLOOR and BITS > 0 and not OPEN
-    x0, c0 = _load_tile(x_ptr, low_ptr, start, low_at, left, mask, ROWS, BITS, PLACED, PARTIAL, PAIRS, INTERPRET)
-    x1, c1 = _load_tile(x_ptr, low_ptr, start + 8, low_at + BITS, left - 8, mask, ROWS, BITS, PLACED, PARTIAL, PAIRS,
-                        INTERPRET)  # fmt: skip
+        x0, x1, c0, c1 = _load_sixteen(x_ptr, low_ptr, start, start // 16, mask, ROWS, BITS, PLACED, PAIRS)
     byte = tl.load(scales_ptr + block, mask=mask, other=0).to(tl.int32)
     x2, x3, c2, c3 = x0, x1, c0, c1
     if BLOCK == 32:
-        x2, c2 = _load_tile(x_ptr, low_ptr, start + 16, low_at + 2 * BITS, left - 16, mask, ROWS, BITS, PLACED, PARTIAL,
-                            PAIRS, INTERPRET)  # fmt: skip
-        x3, c3 = _load_tile(x_ptr, low_ptr, start + 24, low_at + 3 * BITS, left - 24, mask, ROWS, BITS, PLACED, PARTIAL,
-                            PAIRS, INTERPRET)  # fmt: skip
+        if PARTIAL:
+            x2, c2 = _load_partial(x_ptr, low_ptr, start + 16, at + 2 * BITS, left - 16, mask, BITS, PLACED, INTERPRET)
+            x3, c3 = _load_partial(x_ptr, low_ptr, start + 24, at + 3 * BITS, left - 24, mask, BITS, PLACED, INTERPRET)
+        else:
+            x2, x3, c2, c3 = _load_sixteen(x_ptr, low_ptr, start + 16, start // 16 + 1, mask, ROWS, BITS, PLACED, PAIRS)
     g = 1.0
     decode = 1.0
     if not E8M0:
@@ -242,8 +245,12 @@ def launch_guided_qdq(
     g_blocks, n_scales, covers = per_block_scales(x, g if p.has_global else None, p.block)
     rows = rows or (1024 if INTERPRET else 32)
     chain = chain_of(p, x)
+    if low is not None:
+        low = low.contiguous()
+        if k % p.block == 0:
+            low = units_of(low if low.data_ptr() % 4 == 0 else low.clone(), bits)
     _guided_qdq_kernel[(cdiv(n, rows),)](
-        x, scales if low is None else low.contiguous(), scales.contiguous(), g_blocks, chain.ulps, out, n, covers, k,
+        x, scales if low is None else low, scales.contiguous(), g_blocks, chain.ulps, out, n, covers, k,
         ROWS=rows, BITS=bits, OPEN=open_, TABLE=chain.table, MISSING=p.missing_scale,
         FLOOR=FLOOR if floor is None else floor,
         num_warps=warps or max(1, rows // 64), **chain_options(p, x, n_scales),

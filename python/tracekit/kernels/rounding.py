@@ -132,6 +132,22 @@ def store_low_bits(ptr, index, first, second, mask, BITS: tl.constexpr):
         tl.store(ptr + index, both.to(ptr.dtype.element_ty), mask=mask)
 
 
+@jit
+def load_low_bits(ptr, index, mask, BITS: tl.constexpr):
+    """What `store_low_bits` wrote: two words (int32), eight codes each from bit 0 on, anything above them."""
+    if BITS == 4:
+        both = tl.load(ptr + index[:, None] * 2 + tl.arange(0, 2)[None, :], mask=mask[:, None], other=0)
+        return tl.split(both)
+    elif BITS == 3:
+        low = tl.load(ptr + index * 3, mask=mask, other=0).to(tl.int32)
+        middle = tl.load(ptr + index * 3 + 1, mask=mask, other=0).to(tl.int32)
+        high = tl.load(ptr + index * 3 + 2, mask=mask, other=0).to(tl.int32)
+        return low | (middle << 16), (middle >> 8) | (high << 8)
+    else:
+        both = tl.load(ptr + index, mask=mask, other=0).to(tl.int32)
+        return both, both >> (8 * BITS)
+
+
 # One value a conversion, straight to a word: of Triton's cast, two a conversion and then taken apart, ptxas 12.8 and
 # 12.9 lose the shift that fetches the second byte (sm_90; wrong scales of every other row, wrong codes).
 _ENCODE_E4M3 = tl.constexpr(
