@@ -1,5 +1,7 @@
 """Recovery: the index is rebuilt beside the segment, the segment stays as it is, damage inside is told apart."""
 
+import struct
+
 import numpy as np
 import pytest
 
@@ -91,9 +93,30 @@ def test_a_restarted_writer_opens_a_new_segment(tmp_path, store):
     store.check(reader.read_batch(["t5"]), data.rows, slice(100, 120))
 
 
-def test_empty_and_headless_leftovers_do_not_stop_a_dataset(tmp_path, store):
+def test_empty_and_headless_leftovers_do_not_stop_a_dataset(tmp_path, store, capsys):
+    """Files that end within their head, and what a power cut leaves: the length without the data, page by page."""
     data, left = killed(tmp_path, store)
-    for n in (0, 8, 4095, 4096, 4100):
-        (left.parent / f"seg-0000000{n % 10}-{n:05}.tkg.open").write_bytes(left.read_bytes()[:n])
+    whole = left.read_bytes()
+    (length,) = struct.unpack_from("<I", whole, 64)
+    first_record = 4096 + -(-length // 8) * 8
+    page = (first_record - 1) // 4096 * 4096
+    leftovers = [whole[:n] for n in (0, 8, 4095, 4096, 4100, first_record - 1)]
+    leftovers += [bytes(n) for n in (4096, 8192, len(whole))] + [whole[:page] + bytes(n) for n in (4096, 1 << 17)]
+    for n, content in enumerate(leftovers):
+        (left.parent / f"seg-{n:08}-left.tkg.open").write_bytes(content)
     store.check(open_dataset(left.parent).read_batch(data.ids), data.rows, slice(None))
+    assert sorted(PureReader(left.parent).ids()) == sorted(data.ids)
+    cli.verify(args_for(left.parent))
+    assert capsys.readouterr().out.count("unfinished tail") == len(leftovers) + 1
     assert cli.recover(args_for(left.parent)) == 0
+
+
+def test_a_damaged_head_before_records_is_not_passed_over(tmp_path, store):
+    """Zeros in place of a head, records behind: an error names the file, for both readers."""
+    data, left = killed(tmp_path, store)
+    left.write_bytes(bytes(4096) + left.read_bytes()[4096:])
+    with pytest.raises(DataError, match=left.name):
+        open_dataset(left.parent)
+    with pytest.raises(DataError, match=left.name):
+        PureReader(left.parent)
+    assert cli.verify(args_for(left.parent)) != 0

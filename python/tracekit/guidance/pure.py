@@ -13,7 +13,7 @@ import numpy as np
 from tracekit.errors import DataError
 from tracekit.guidance.bits import unpack_rows
 from tracekit.guidance.crc import crc32c
-from tracekit.guidance.pure_segment import AUDIT, CHUNK, PureSegment, PureTrajectory
+from tracekit.guidance.pure_segment import AUDIT, CHUNK, PureSegment, PureTrajectory, open_segment
 from tracekit.guidance.record import AuditRows, SiteRecord, audit_rows
 
 
@@ -50,7 +50,8 @@ class PureReader:
         files += [p for pattern in ("??/*.tkg", "??/*.tkg.open") for p in Path(dir).glob(pattern)]
         if not files:
             raise DataError(f"{dir} holds no guidance segments (*.tkg): give the folder that a writer wrote to")
-        self.segments = sorted((PureSegment(p) for p in files), key=lambda s: (s.created_ns, s.path))
+        segments = [s for s in map(open_segment, files) if s is not None]
+        self.segments = sorted(segments, key=lambda s: (s.created_ns, s.path))
 
     def ids(self) -> list[str]:
         """Ids of all committed trajectories."""

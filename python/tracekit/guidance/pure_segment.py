@@ -14,6 +14,7 @@ from tracekit.guidance.bits import pack_rows, unpack_rows
 from tracekit.guidance.crc import crc32c
 from tracekit.guidance.schema import GuidanceSchema, SiteSpec
 
+MAGIC = b"\x89TKG\r\n\x1a\n"
 CHUNK, TRAJ, AUDIT = 1, 2, 3
 FLAG_PLANES, FLAG_ZTAIL = 1, 2
 STATUS = ("complete", "truncated", "aborted")
@@ -55,15 +56,43 @@ class PureTrajectory:
     chunks: list[Chunk] = field(default_factory=list)
 
 
+def open_segment(path: Path) -> "PureSegment | None":
+    """The segment; None if it is not sealed and never got a record, as it ends within its head or holds only zeros from
+    one of the head's pages on (a power cut kept the length and lost the data)."""
+    try:
+        return PureSegment(path)
+    except FileNotFoundError:
+        return PureSegment(path.with_suffix(""))  # sealed since it was listed
+    except DataError:
+        if path.suffix == ".tkg" or not _recordless(path.read_bytes()):
+            raise
+        return None
+
+
+def _header_holds(data: bytes) -> bool:
+    return crc32c(data[:4092]) == struct.unpack_from("<I", data, 4092)[0]
+
+
+def _first_record(data: bytes) -> int:
+    return 4096 + -(-struct.unpack_from("<I", data, 64)[0] // 8) * 8
+
+
+def _recordless(data: bytes) -> bool:
+    if len(data) < 4096:
+        return True
+    first_record = _first_record(data) if data[:8] == MAGIC and _header_holds(data) else 1
+    return len(data) < first_record or not any(data[(first_record - 1) // 4096 * 4096 :])
+
+
 class PureSegment:
     """One segment file, wholly in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.data = data = path.read_bytes()
-        if data[:8] != b"\x89TKG\r\n\x1a\n" or len(data) < 4096:
+        if data[:8] != MAGIC or len(data) < 4096:
             raise self._bad(0, "this is not a guidance segment")
-        if crc32c(data[:4092]) != struct.unpack_from("<I", data, 4092)[0]:
+        if not _header_holds(data):
             raise self._bad(0, "header checksum")
         major, minor, _, incompat, _, self.uuid, self.created_ns, _, length, crc = struct.unpack_from(
             "<HHIQQ16sQQII", data, 8
@@ -71,7 +100,7 @@ class PureSegment:
         self.version = (major, minor)
         if major != 1 or incompat & ~3:
             raise DataError(f"{path} has format {major}.{minor}, features {incompat:#x}: use a newer tracekit")
-        self.first_record = 4096 + -(-length // 8) * 8
+        self.first_record = _first_record(data)
         if crc32c(data[4096 : self.first_record]) != crc:
             raise self._bad(4096, "schema checksum")
         self.schema = GuidanceSchema.unpack(data[4096 : 4096 + length])

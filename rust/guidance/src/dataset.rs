@@ -4,7 +4,7 @@ use crate::folder::{segment_files, segment_path};
 use crate::index::ChunkRange;
 use crate::manifest;
 use crate::schema::Site;
-use crate::segment::{Access, Segment};
+use crate::segment::{recordless, Access, Segment};
 use crate::traj::Traj;
 use std::path::{Path, PathBuf};
 
@@ -51,8 +51,9 @@ impl Dataset {
         for path in &files {
             match Segment::open(path) {
                 Ok(s) => segments.push(s),
-                // A writer that died, or is still, before its first record.
-                Err(Error::Corrupt { .. }) if path.extension().is_some_and(|e| e == "open") && short(path) => {}
+                // Once more: its writer may have been at its head.
+                Err(Error::Corrupt { .. }) if !recordless(path) => segments.push(Segment::open(path)?),
+                Err(Error::Corrupt { .. }) => {}
                 // Sealed between the listing and the opening.
                 Err(Error::Io { .. }) if !path.exists() && path.with_extension("").exists() => {
                     segments.push(Segment::open(&path.with_extension(""))?);
@@ -191,8 +192,4 @@ impl Dataset {
             if have.len() > few.len() { " …" } else { "" }
         ))
     }
-}
-
-fn short(path: &Path) -> bool {
-    std::fs::metadata(path).map(|m| m.len() < 8192).unwrap_or(false)
 }

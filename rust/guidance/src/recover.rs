@@ -5,7 +5,7 @@ use crate::folder::segment_files;
 use crate::index::Index;
 use crate::layout::{FileHeader, Postscript, POST_LEN};
 use crate::scan::{Bounds, Damage};
-use crate::segment::{read_head, read_tail, HEADLESS};
+use crate::segment::{read_head, read_tail, recordless};
 use std::fs::File;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -85,7 +85,7 @@ pub fn recover_file(path: &Path) -> Result<Recovered> {
     let (header, schema) = match read_head(&file, path) {
         Ok(head) => head,
         Err(Error::Corrupt { offset, what, .. }) => {
-            if !sealed && what == HEADLESS {
+            if recordless(path) {
                 out.torn_bytes = len;
             } else {
                 out.interior.push(Damage { offset, end: len, what, torn_tail: false });

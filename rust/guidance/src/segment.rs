@@ -9,6 +9,7 @@ use crate::schema::Schema;
 use crate::source::ReadAt;
 use memmap2::{Mmap, MmapOptions};
 use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 /// How chunks are read.
@@ -46,14 +47,11 @@ pub struct Segment {
     map: Option<Mmap>,
 }
 
-/// What [`read_head`] says of a file that ends before its first record: a writer that died at its very start.
-pub const HEADLESS: &str = "the file ends inside its header";
-
 /// Reads and checks header and schema.
 pub fn read_head(file: &dyn ReadAt, path: &Path) -> Result<(FileHeader, Schema)> {
     let read = |buf: &mut [u8], at: u64| {
         file.read_exact_at(buf, at).map_err(|e| match e.kind() {
-            std::io::ErrorKind::UnexpectedEof => Error::corrupt(path, at, HEADLESS),
+            std::io::ErrorKind::UnexpectedEof => Error::corrupt(path, at, "the file ends inside its header"),
             _ => Error::io(path, "read", e),
         })
     };
@@ -68,6 +66,38 @@ pub fn read_head(file: &dyn ReadAt, path: &Path) -> Result<(FileHeader, Schema)>
     let schema = Schema::decode(&bytes[..header.schema_len as usize])
         .map_err(|e| Error::corrupt(path, HEADER_LEN as u64, e.to_string()))?;
     Ok((header, schema))
+}
+
+/// Whether an unsealed file, whose head [`read_head`] refuses, never got a record: its writer died, or is still, before
+/// the first one. The file ends within its head, or holds only zeros from one of the head's pages on, as after a power
+/// cut that kept the length and lost the data.
+pub fn recordless(path: &Path) -> bool {
+    let found = || -> std::io::Result<bool> {
+        let mut file = File::open(path)?;
+        let len = file.metadata()?.len();
+        let mut head = vec![0u8; HEADER_LEN];
+        if len < HEADER_LEN as u64 {
+            return Ok(true);
+        }
+        ReadAt::read_exact_at(&file, &mut head, 0)?;
+        let mut from = 0;
+        if let Ok(header) = FileHeader::decode(&head, path) {
+            if len < header.first_record() {
+                return Ok(true);
+            }
+            from = (header.first_record() - 1) / HEADER_LEN as u64 * HEADER_LEN as u64;
+        }
+        file.seek(SeekFrom::Start(from))?;
+        let mut some = vec![0u8; 1 << 16];
+        loop {
+            match file.read(&mut some)? {
+                0 => return Ok(true),
+                n if some[..n].iter().any(|b| *b != 0) => return Ok(false),
+                _ => {}
+            }
+        }
+    };
+    path.extension().is_some_and(|e| e == "open") && found().unwrap_or(false)
 }
 
 /// Reads and checks postscript and index; the error says what is wrong with which bytes.

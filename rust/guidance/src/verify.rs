@@ -2,7 +2,7 @@
 use crate::error::{Error, Result};
 use crate::folder::segment_files;
 use crate::scan::{Bounds, Damage};
-use crate::segment::{read_head, read_tail, HEADLESS};
+use crate::segment::{read_head, read_tail, recordless};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
@@ -33,7 +33,7 @@ pub fn verify_file(path: &Path) -> Result<FileReport> {
     let (header, schema) = match read_head(&file, path) {
         Ok(head) => head,
         Err(Error::Corrupt { offset, what, .. }) => {
-            let torn_tail = !sealed && what == HEADLESS;
+            let torn_tail = recordless(path);
             report.damage.push(Damage { offset, end: len, what, torn_tail });
             return Ok(report);
         }
