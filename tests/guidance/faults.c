@@ -1,4 +1,4 @@
-/* Makes the n-th write, fsync, close or rename of a guidance file fail, stop half-way or kill the process. */
+/* Makes the n-th write, fsync, close or rename of a guidance file fail, stop half-way, hang or kill the process. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -10,7 +10,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { NONE, ENOSPC_, EIO_, SHORT_, KILL_BEFORE, KILL_HALF, KILL_AFTER };
+enum { NONE, ENOSPC_, EIO_, SHORT_, KILL_BEFORE, KILL_HALF, KILL_AFTER, HANG };
 enum { WRITE, SYNC, RENAME, CLOSE };
 static int call_, mode_;
 static long left_ = -1;
@@ -32,12 +32,14 @@ static int hit(int call) {
     return __sync_sub_and_fetch(&left_, 1) == -1 ? mode_ : NONE;
 }
 
+static void hang(void) { for (;;) pause(); }
 static void die(void) { kill(getpid(), SIGKILL); pause(); }
 
 ssize_t write(int fd, const void *buf, size_t n) {
     static ssize_t (*real)(int, const void *, size_t);
     if (!real) real = dlsym(RTLD_NEXT, "write");
     int mode = left_ >= 0 && guidance(fd) ? hit(WRITE) : NONE;
+    if (mode == HANG) hang();
     if (mode == ENOSPC_) { real(fd, buf, n / 2); errno = ENOSPC; return -1; }
     if (mode == EIO_) { errno = EIO; return -1; }
     if (mode == SHORT_) return real(fd, buf, n > 1 ? n / 2 : n);
@@ -66,6 +68,7 @@ ssize_t writev(int fd, const struct iovec *v, int count) {
     int mode = left_ >= 0 && guidance(fd) ? hit(WRITE) : NONE;
     size_t n = 0;
     for (int i = 0; i < count; i++) n += v[i].iov_len;
+    if (mode == HANG) hang();
     if (mode == ENOSPC_) { front(real, fd, v, count, n / 2); errno = ENOSPC; return -1; }
     if (mode == EIO_) { errno = EIO; return -1; }
     if (mode == SHORT_) return front(real, fd, v, count, n > 1 ? n / 2 : n);

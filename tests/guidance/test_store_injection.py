@@ -16,13 +16,62 @@ from tracekit.guidance.pure import PureReader
 HERE = Path(__file__).parent
 
 
-@pytest.mark.skipif(not shutil.which("cc") or sys.platform != "linux", reason="needs a C compiler and LD_PRELOAD")
-@pytest.mark.parametrize("io, kinds", [("buffered", 15), ("direct", 3)])
-def test_every_fault_at_every_call(tmp_path, store, io, kinds):
-    shim = tmp_path / "faults.so"
+pytestmark = pytest.mark.skipif(
+    not shutil.which("cc") or sys.platform != "linux", reason="needs a C compiler and LD_PRELOAD"
+)
+
+HANGING = """
+import ctypes, os, signal, sys, time
+import numpy as np
+from conftest import make_rows, make_wide_schema
+from tracekit.guidance import GuidanceWriter
+
+shim = ctypes.CDLL(os.environ["LD_PRELOAD"])
+shim.tk_arm.argtypes = [ctypes.c_int, ctypes.c_long, ctypes.c_int]
+schema = make_wide_schema()
+w = GuidanceWriter(sys.argv[1], schema, chunk_tokens=8)
+rows = make_rows(np.random.default_rng(0), schema, 20)
+t = w.begin("t", token_ids=np.arange(21))
+shim.tk_arm(0, 0, 7)
+for s in schema.sites:
+    t.append(s.name, 0, *rows[s.name])
+commit = t.commit()
+for wait in (commit.result, w.flush):
+    start = time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        wait()
+    except KeyboardInterrupt:
+        print(time.monotonic() - start, flush=True)
+try:
+    commit.result(0.3)
+except TimeoutError:
+    print("not yet", flush=True)
+os._exit(0)
+"""
+
+
+def environment(folder):
+    """Variables under which a Python process meets faults, and finds the tests' helpers."""
+    shim = folder / "faults.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", shim, HERE / "faults.c", "-ldl"], check=True)
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def test_an_interrupt_ends_the_wait_for_a_disk_that_hangs(tmp_path):
+    """The wait, not the write: a second one still waits for the same commit."""
+    command = [sys.executable, "-c", HANGING, tmp_path / "data"]
+    out = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=60)
+    assert out.returncode == 0, out.stderr
+    *waited, last = out.stdout.split("\n")[:-1]
+    assert len(waited) == 2 and last == "not yet", out.stdout
+
+
+@pytest.mark.parametrize("io, kinds", [("buffered", 15), ("direct", 3)])
+def test_every_fault_at_every_call(tmp_path, store, io, kinds):
+    env = environment(tmp_path)
     command = [sys.executable, HERE / "faults_driver.py", tmp_path, io]
     out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, out.stderr

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::path::PathBuf;
 use std::sync::Mutex;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tracekit_guidance::writer::{Begin, Mode, OnFull, Stats, Ticket};
 use tracekit_guidance::{Codes, Error, Options, Result, Schema, SiteRows, Status, Sync};
 
@@ -66,6 +66,20 @@ fn stats_dict(py: Python<'_>, s: Stats) -> PyResult<Bound<'_, PyDict>> {
     Ok(d)
 }
 
+/// Waits for a ticket as `Ticket::wait` does, and looks for signals meanwhile: Ctrl-C ends the wait, not the work.
+fn wait(py: Python<'_>, ticket: &Ticket, timeout: Option<Duration>) -> PyResult<Option<bool>> {
+    const STEP: Duration = Duration::from_millis(200);
+    let until = timeout.and_then(|t| Instant::now().checked_add(t));
+    loop {
+        let left = until.map_or(STEP, |t| t.saturating_duration_since(Instant::now()).min(STEP));
+        let done = py.detach(|| ticket.wait(Some(left))).map_err(|e| raise(py, e))?;
+        if done.is_some() || until.is_some_and(|t| Instant::now() >= t) {
+            return Ok(done);
+        }
+        py.check_signals()?;
+    }
+}
+
 /// A commit on its way to the disk.
 #[pyclass(frozen)]
 pub struct Commit(Ticket);
@@ -75,7 +89,7 @@ impl Commit {
     /// Waits at most `timeout` seconds; True: committed, False: dropped with the queue full, None: not yet.
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<bool>> {
         let timeout = timeout.map(|t| Duration::try_from_secs_f64(t.max(0.0)).unwrap_or(Duration::MAX / 4));
-        py.detach(|| self.0.wait(timeout)).map_err(|e| raise(py, e))
+        wait(py, &self.0, timeout)
     }
 }
 
@@ -264,13 +278,12 @@ impl Writer {
             }
             Ok(tickets)
         })?;
-        py.detach(|| tickets.iter().try_fold(true, |all, t| t.wait(None).map(|done| all && done == Some(true))))
-            .map_err(|e| raise(py, e))
+        tickets.iter().try_fold(true, |all, t| wait(py, t, None).map(|done| all && done == Some(true)))
     }
 
     fn flush(&self, py: Python<'_>, sync: bool) -> PyResult<()> {
         let tickets = self.with(py, |w| w.flush(sync))?;
-        py.detach(|| tickets.iter().try_for_each(|t| t.wait(None).map(drop))).map_err(|e| raise(py, e))
+        tickets.iter().try_for_each(|t| wait(py, t, None).map(drop))
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
